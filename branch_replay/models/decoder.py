@@ -1,0 +1,91 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A Llama-like decoder: embedding, layers under scan, head."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.models import layers
+from branch_replay.ops import attention_reference
+
+
+class Decoder(nn.Module):
+  """Llama, SmolLM, Qwen2 and Qwen3 decoders, by `ModelConfig`.
+
+  Parameters are `embed/table` [V, M], `layers/<stage>/...` with a leading L
+  axis, `final_norm/scale` [M] and, when untied, `head/table` [V, M].
+
+  `model.apply({"params": params}, tokens_GT)` is the plain, dense model with
+  the readable attention: what every faster path is tested against. The engine
+  calls the stages itself and uses the small methods below for the two ends.
+
+  Attributes:
+    config: the geometry.
+  """
+
+  config: config_lib.ModelConfig
+
+  def setup(self):
+    config = self.config
+    self.embed = layers.Table(config)
+    self.layers = nn.scan(
+        layers.Block,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(nn.broadcast, nn.broadcast),
+        length=config.num_layers,
+    )(config)
+    self.final_norm = layers.RMSNorm(config.norm_eps, config.param_dtype)
+    if not config.tied_embeddings:
+      self.head = layers.Table(config)
+
+  def __call__(
+      self, tokens_GT, positions_GT=None, *, attend=attention_reference.causal
+  ):
+    """Logits of whole sequences under a causal mask.
+
+    Args:
+      tokens_GT: i32 ids.
+      positions_GT: i32 positions; 0…T−1 when None.
+      attend: (q_KGRTD, k_KGTD, v_KGTD) -> out_KGRTD.
+
+    Returns:
+      logits_GTV, at least float32.
+    """
+    hidden_GTM = self.hidden(tokens_GT, positions_GT, attend=attend)
+    dtype = config_lib.at_least_float32(hidden_GTM.dtype)
+    return jnp.einsum(
+        "gtm,vm->gtv",
+        hidden_GTM,
+        self.head_table().astype(hidden_GTM.dtype),
+        preferred_element_type=dtype,
+    )
+
+  def hidden(
+      self, tokens_GT, positions_GT=None, *, attend=attention_reference.causal
+  ):
+    """Hidden states after the final norm, [G, T, M]; see `__call__`."""
+    if positions_GT is None:
+      positions_GT = jnp.broadcast_to(
+          jnp.arange(tokens_GT.shape[1]), tokens_GT.shape
+      )
+    x_GTM, _ = self.layers(self.embed_tokens(tokens_GT), positions_GT, attend)
+    hidden_GTM = self.normalize(x_GTM)
+    if self.is_initializing():
+      self.head_table()
+    return hidden_GTM
+
+  def embed_tokens(self, tokens):
+    """Rows of the embedding, in the compute dtype."""
+    return self.embed()[tokens].astype(self.config.compute_dtype)
+
+  def normalize(self, x):
+    """The norm between the last layer and the head."""
+    return self.final_norm(x)
+
+  def head_table(self):
+    """The [V, M] table of the head, which a tied model shares."""
+    if self.config.tied_embeddings:
+      return self.embed()
+    return self.head()

@@ -1,0 +1,179 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One decoder layer as five stages; modules own parameters and nothing else.
+
+A layer is project → rotate → (attention) → join → expand → contract. Every
+stage is an elementwise prologue followed by at most one linear map, and the
+cotangent of a linear map does not need its output. So a backward pass that is
+given the *inputs* of the stages recomputes no matrix product: they are exactly
+what the engine keeps.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.ops import rope
+
+
+class RMSNorm(nn.Module):
+  """x ↦ scale · x / √(mean(x²) + ε), in at least float32.
+
+  Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
+  """
+
+  epsilon: float
+  param_dtype: str
+
+  @nn.compact
+  def __call__(self, x):
+    scale = self.param(
+        "scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype
+    )
+    wide = x.astype(config_lib.at_least_float32(x.dtype))
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(variance + self.epsilon)
+    return normed.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class Table(nn.Module):
+  """Vocabulary-by-width table of the embedding or of an untied head."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self):
+    config = self.config
+    return self.param(
+        "table",
+        nn.initializers.normal(0.02),
+        (config.vocab_size, config.width),
+        config.param_dtype,
+    )
+
+
+def _norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
+  return RMSNorm(config.norm_eps, config.param_dtype, name=name)
+
+
+def _linear(
+    config: config_lib.ModelConfig, features: int, name: str, bias=False
+) -> nn.Dense:
+  return nn.Dense(
+      features,
+      use_bias=bias,
+      dtype=config.compute_dtype,
+      param_dtype=config.param_dtype,
+      name=name,
+  )
+
+
+class Project(nn.Module):
+  """x_GTM ↦ unrotated queries, keys and values, [G, T, heads · D]."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x_GTM):
+    config = self.config
+    normed = _norm(config, "norm")(x_GTM)
+    widths = {
+        "query": config.num_heads * config.head_dim,
+        "key": config.num_kv_heads * config.head_dim,
+        "value": config.num_kv_heads * config.head_dim,
+    }
+    return tuple(
+        _linear(config, width, name, config.qkv_bias)(normed)
+        for name, width in widths.items()
+    )
+
+
+class Rotate(nn.Module):
+  """Head norm, RoPE, and the head-major layout that attention reads.
+
+  Query head h = k·R + r lands at [k, ..., r]: heads that share key-value head
+  k are neighbours, so the attention op folds them into rows of one matrix.
+  """
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, query, key, value, positions_GT):
+    config = self.config
+    branches, tokens = positions_GT.shape
+
+    def heads(x):
+      return x.reshape(branches, tokens, -1, config.head_dim)
+
+    q_GTND, k_GTND, v_GTND = heads(query), heads(key), heads(value)
+    if config.qk_norm:
+      q_GTND = _norm(config, "query_norm")(q_GTND)
+      k_GTND = _norm(config, "key_norm")(k_GTND)
+    turn = dict(theta=config.rope_theta, scaling=config.rope_scaling)
+    q_GTND = rope.rotate(q_GTND, positions_GT, **turn)
+    k_GTND = rope.rotate(k_GTND, positions_GT, **turn)
+    q_GTKRD = q_GTND.reshape(
+        branches, tokens, config.num_kv_heads, config.queries_per_kv, -1
+    )
+    return (
+        q_GTKRD.transpose(2, 0, 3, 1, 4),
+        k_GTND.transpose(2, 0, 1, 3),
+        v_GTND.transpose(2, 0, 1, 3),
+    )
+
+
+class Join(nn.Module):
+  """Residual stream plus the projected attention output."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x_GTM, out_KGRTD):
+    out_GTKRD = out_KGRTD.transpose(1, 3, 0, 2, 4)
+    flat = out_GTKRD.reshape(*x_GTM.shape[:2], -1)
+    return x_GTM + _linear(self.config, self.config.width, "output")(flat)
+
+
+class Expand(nn.Module):
+  """h_GTM ↦ gate and up projections of the feed-forward, each [G, T, F]."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, h_GTM):
+    config = self.config
+    normed = _norm(config, "norm")(h_GTM)
+    return (
+        _linear(config, config.ffn_width, "gate")(normed),
+        _linear(config, config.ffn_width, "up")(normed),
+    )
+
+
+class Contract(nn.Module):
+  """h + (silu(gate) · up) W_down: SwiGLU, https://arxiv.org/abs/2002.05202."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, h_GTM, gate_GTF, up_GTF):
+    down = _linear(self.config, self.config.width, "down")
+    return h_GTM + down(nn.silu(gate_GTF) * up_GTF)
+
+
+class Block(nn.Module):
+  """The five stages in order, around a caller's attention."""
+
+  config: config_lib.ModelConfig
+
+  def setup(self):
+    self.project = Project(self.config)
+    self.rotate = Rotate(self.config)
+    self.join = Join(self.config)
+    self.expand = Expand(self.config)
+    self.contract = Contract(self.config)
+
+  def __call__(self, x_GTM, positions_GT, attend):
+    q, k, v = self.rotate(*self.project(x_GTM), positions_GT)
+    h_GTM = self.join(x_GTM, attend(q, k, v))
+    return self.contract(h_GTM, *self.expand(h_GTM)), None

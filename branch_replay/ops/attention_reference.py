@@ -1,0 +1,90 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Readable attention: plain einsums, ordinary autodiff.
+
+What `replay_attention` is tested against, forward and backward.
+"""
+
+import chex
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+
+
+def causal(q_KGRTD, k_KGTD, v_KGTD):
+  """Causal grouped-query attention of whole sequences.
+
+  Args:
+    q_KGRTD: queries.
+    k_KGTD: keys.
+    v_KGTD: values.
+
+  Returns:
+    out_KGRTD in the dtype of the queries.
+  """
+  heads, _, _, _, head_dim = q_KGRTD.shape
+  nothing_KPD = jnp.zeros((heads, 0, head_dim), k_KGTD.dtype)
+  out_KGRTD, _ = replay_attention(
+      q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0
+  )
+  return out_KGRTD
+
+
+def replay_attention(
+    q_KGRTD,
+    k_KGTD,
+    v_KGTD,
+    prefix_k_KPD,
+    prefix_v_KPD,
+    prefix_length,
+    *,
+    lengths_G=None,
+):
+  """Reference of `attention.replay_attention`: same arguments, same result."""
+  chex.assert_rank([q_KGRTD, k_KGTD, prefix_k_KPD], [5, 4, 3])
+  branches, tokens, positions = (
+      k_KGTD.shape[1], k_KGTD.shape[2], prefix_k_KPD.shape[1],
+  )
+  dtype = config_lib.at_least_float32(q_KGRTD.dtype)
+  scale = q_KGRTD.shape[-1] ** -0.5
+  to_prefix = jnp.einsum(
+      "kgrtd,kpd->kgrtp", q_KGRTD, prefix_k_KPD, preferred_element_type=dtype
+  )
+  to_segment = jnp.einsum(
+      "kgrtd,kgsd->kgrts", q_KGRTD, k_KGTD, preferred_element_type=dtype
+  )
+  seen_P = jnp.arange(positions) < prefix_length
+  query_T = jnp.arange(tokens)[:, None]
+  seen_TS = jnp.arange(tokens)[None, :] <= query_T
+  seen = jnp.concatenate(
+      [jnp.broadcast_to(seen_P, (tokens, positions)), seen_TS], axis=-1
+  )[None]
+  if lengths_G is not None:
+    seen = seen & (query_T[None] < lengths_G[:, None, None])
+  seen = jnp.broadcast_to(seen, (branches, tokens, positions + tokens))
+  seen = seen[None, :, None]
+
+  logits = jnp.concatenate([to_prefix, to_segment], axis=-1) * scale
+  logits = jnp.where(seen, logits, -jnp.inf)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  # A row that sees nothing: shift by 0 and divide by 1, for finite gradients.
+  top = jnp.where(jnp.isfinite(top), top, 0.0)
+  weights = jnp.where(seen, jnp.exp(jnp.where(seen, logits - top, 0.0)), 0.0)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  empty = total == 0
+  total = jnp.where(empty, 1.0, total)
+  lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)[..., 0]
+
+  probs = (weights / total).astype(v_KGTD.dtype)
+  out = jnp.einsum(
+      "kgrtp,kpd->kgrtd",
+      probs[..., :positions],
+      prefix_v_KPD,
+      preferred_element_type=dtype,
+  ) + jnp.einsum(
+      "kgrts,kgsd->kgrtd",
+      probs[..., positions:],
+      v_KGTD,
+      preferred_element_type=dtype,
+  )
+  return out.astype(q_KGRTD.dtype), lse
