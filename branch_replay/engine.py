@@ -1,0 +1,334 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: three pure functions of (task, params, ...).
+
+  push_chunk       runs a chunk of the prefix, appends its keys and values;
+  visit_branches   runs tails with their backward pass, adds the cotangent of
+                   the prefix state to one accumulator, whatever G is;
+  pop_chunk        runs a chunk again (or reads what was kept) and pulls its
+                   accumulated cotangent back, last chunk first.
+
+With s the prefix state as a function of θ and ℓᵢ the loss of branch i,
+
+  dℓ/dθ = Σᵢ ∂ℓᵢ/∂θ + (∂s/∂θ)ᵀ c,   c = Σᵢ ∂ℓᵢ/∂s:
+
+`stop` is the first sum, `exact` adds the second, `full` runs every sequence on
+its own. The derivation is in docs/mathematics.md.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay import group as group_lib
+from branch_replay import readout as readout_lib
+from branch_replay import segment
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.schedule import Schedule
+from branch_replay.schedule import check_mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """The static half of a computation: what a compilation depends on."""
+
+  model: decoder.Decoder
+  readout: Any = readout_lib.LogProbs()
+  prefix_gradient: str = "exact"
+  schedule: Schedule = Schedule()
+
+  def __post_init__(self):
+    check_mode(self.prefix_gradient)
+
+  @property
+  def config(self) -> config_lib.ModelConfig:
+    return self.model.config
+
+  def chunks(self, positions: int) -> state_lib.Chunks:
+    return state_lib.chunks(positions, self.schedule.chunk_size)
+
+  def at_once(self, branches: int) -> int:
+    if self.prefix_gradient == "full":
+      return 1
+    return min(self.schedule.branches_at_once or branches, branches)
+
+  def policy(self, group: group_lib.Group) -> str:
+    """The activation policy for groups of this shape."""
+    branches, tokens = group.tails.shape[-2:]
+    prefix = group.prompt.shape[-1] - 1
+    rows = self.at_once(branches)
+    if self.prefix_gradient == "full":
+      return self.schedule.policy(self.config, 0, prefix + tokens)
+    if self.prefix_gradient == "stop":
+      prefix = 0
+    return self.schedule.policy(self.config, prefix, rows * tokens)
+
+
+class Branches(NamedTuple):
+  """Rows to run with autodiff, leading axis G.
+
+  A tail runs on its own inputs; in `full` a row is the whole sequence. Either
+  way the T outputs are those of the window that starts at `window`.
+  """
+
+  tokens_GS: jax.Array
+  targets_GT: jax.Array
+  lengths_G: jax.Array
+
+
+def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
+  """Runs chunk `index` of `state.tokens` and appends it to the state.
+
+  Args:
+    task: model and schedule; the chunk size is that of its schedule.
+    params: parameters.
+    state: holds at least the chunks before.
+    index: i32 scalar.
+    keep: what to keep for `pop_chunk`, as in `segment.forward`.
+
+  Returns:
+    The mixer state with the chunk's keys and values, and what was kept.
+  """
+  size = task.chunks(state.capacity).size
+  tokens, context = _chunk(state.tokens, state.mixer, index, size)
+  _, present, kept = segment.forward(
+      task.config, params["layers"],
+      segment.embed(task.model, params, tokens), context,
+      layout=task.schedule.layout, keep=keep, present=True,
+  )
+  mixer = tuple(
+      lax.dynamic_update_slice_in_dim(x, new[:, :, 0], index * size, axis=2)
+      for x, new in zip(state.mixer, present, strict=True)
+  )
+  return mixer, kept
+
+
+def pop_chunk(task: Task, params, grads, accumulator, state, index, kept=None):
+  """Pulls the accumulated cotangent of chunk `index` back, in place.
+
+  Chunks must be popped last to first: popping one adds to the cotangents of
+  those before it.
+
+  Args:
+    task: model and schedule.
+    params: parameters.
+    grads: like params, at least float32; added to.
+    accumulator: cotangent of the state; added to.
+    state: the state the cotangent belongs to.
+    index: i32 scalar.
+    kept: what `push_chunk` kept of this chunk; None runs it again.
+
+  Returns:
+    grads and accumulator.
+  """
+  positions = accumulator[0].shape[2]
+  size = task.chunks(positions).size
+  all_tokens = jnp.pad(state.tokens, (0, positions - state.capacity))
+  tokens, context = _chunk(all_tokens, state.mixer, index, size)
+  layout = task.schedule.layout
+  if kept is None:
+    y_GTM, _, kept = segment.forward(
+        task.config, params["layers"],
+        segment.embed(task.model, params, tokens), context,
+        layout=layout, keep=_segment_keep(task.schedule.activations),
+    )
+    shape, dtype = y_GTM.shape, y_GTM.dtype
+  else:
+    shape, dtype = kept.x_GTM.shape[1:], kept.x_GTM.dtype
+  dx_GTM, layer_grads, accumulator = segment.backward(
+      task.config, params["layers"], grads["layers"], kept,
+      jnp.zeros(shape, dtype), context,
+      layout=layout, accumulator=accumulator, present_at=index * size,
+  )
+  grads = grads | {"layers": layer_grads}
+  return segment.embed_backward(grads, tokens, dx_GTM), accumulator
+
+
+def visit_branches(
+    task: Task, params, grads, accumulator, state, group, cotangent, args=(),
+    kept=(None, None),
+):
+  """Forward and backward of all branches, `branches_at_once` at a time.
+
+  Args:
+    task: model, readout, mode and schedule.
+    params: parameters.
+    grads: like params, at least float32; added to.
+    accumulator: cotangent of the state, added to; None in stop and full.
+    state: the captured prefix; None in full.
+    group: prompt and tails.
+    cotangent: (outputs, *args) -> (cotangent of the outputs, anything), for
+      the branches of one visit.
+    args: tuple of arrays with leading axis G, handed to `cotangent`.
+    kept: what `run_branches` kept; by default the branches are run here.
+
+  Returns:
+    grads, accumulator, the outputs [G, T, ...], and "anything" for the whole
+    visits (with a leading axis) and for the last, smaller one.
+  """
+  branches, window, context_of = _branches(task, state, group)
+
+  def visit(carry, part):
+    grads, accumulator = carry
+    (rows, args), kept = part
+    context = context_of(rows, window)
+    if kept is None:
+      kept = _run(task, params, rows, context, task.schedule.activations)
+    y_GSM, stages = kept
+    outputs, pull = jax.vjp(
+        lambda outer, y: _read(task, outer, y, rows, window),
+        segment.outer(params), y_GSM,
+    )
+    d_outputs, extra = cotangent(outputs, *args)
+    d_outer, dy_GSM = pull(d_outputs)
+    dx_GSM, layer_grads, accumulator = segment.backward(
+        task.config, params["layers"], grads["layers"], stages, dy_GSM,
+        context, layout=task.schedule.layout, accumulator=accumulator,
+    )
+    grads = {"layers": layer_grads} | jax.tree.map(
+        lambda total, new: total + new.astype(total.dtype),
+        segment.outer(grads), d_outer,
+    )
+    grads = segment.embed_backward(grads, rows.tokens_GS, dx_GSM)
+    return (grads, accumulator), (outputs, extra)
+
+  parts = _split((branches, args), task.at_once(group.tails.shape[0]))
+  parts = tuple(
+      None if part is None else (part, of_part)
+      for part, of_part in zip(parts, kept, strict=True)
+  )
+  carry, (whole, rest) = _scan_parts(visit, (grads, accumulator), parts)
+  outputs = _join(whole[0], None if rest is None else rest[0])
+  return *carry, outputs, (whole[1], None if rest is None else rest[1])
+
+
+def run_branches(task: Task, params, state, group, *, keep: bool):
+  """Forward of all branches, without a backward pass.
+
+  Args:
+    task: model, readout, mode and schedule.
+    params: parameters.
+    state: the captured prefix; None in full.
+    group: prompt and tails.
+    keep: whether to keep activations for `visit_branches`.
+
+  Returns:
+    The outputs [G, T, ...], and what was kept.
+  """
+  branches, window, context_of = _branches(task, state, group)
+  policy = task.schedule.activations if keep else None
+
+  def run(_, rows):
+    y_GSM, stages = _run(task, params, rows, context_of(rows, window), policy)
+    outputs = _read(task, segment.outer(params), y_GSM, rows, window)
+    return None, (outputs, (y_GSM, stages) if keep else None)
+
+  parts = _split(branches, task.at_once(group.tails.shape[0]))
+  _, (whole, rest) = _scan_parts(run, None, parts)
+  rest = (None, None) if rest is None else rest
+  return _join(whole[0], rest[0]), (whole[1], rest[1])
+
+
+def zero_grads(params):
+  """Zeros like the parameters, at least float32."""
+  return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, config_lib.at_least_float32(x.dtype)),
+      params,
+  )
+
+
+def _segment_keep(policy: str | None) -> str | None:
+  """What a segment with autodiff keeps between its forward and backward."""
+  if policy is None:
+    return None
+  return "inputs" if policy == "recompute_layers" else "stages"
+
+
+def _chunk(tokens, mixer, index, size):
+  """Tokens [1, C] of a chunk, and the context it continues from."""
+  start = index * size
+  positions_C = start + jnp.arange(size)
+  context = segment.Context(mixer, start, positions_C[None])
+  return lax.dynamic_slice_in_dim(tokens, start, size)[None], context
+
+
+def _branches(task: Task, state, group):
+  """The rows to run, where their outputs start, and each part's context."""
+  if task.prefix_gradient == "full":
+    window, first = group.prompt_length - 1, 0
+    tokens_GS = group.sequences()[:, :-1]
+    prefix = state_lib.empty(task.config, 0).mixer
+  else:
+    window, first = 0, state.length
+    tokens_GS, prefix = group.inputs(), state.mixer
+  rows = Branches(tokens_GS, group.tails, group.tail_lengths)
+
+  def context_of(rows, window):
+    positions_S = first + jnp.arange(rows.tokens_GS.shape[1])
+    return segment.Context(
+        prefix, first, jnp.broadcast_to(positions_S, rows.tokens_GS.shape),
+        window + rows.lengths_G,
+    )
+
+  return rows, window, context_of
+
+
+def _run(task: Task, params, rows: Branches, context, policy):
+  """Output of the last layer, and what was kept of the layers."""
+  y_GSM, _, stages = segment.forward(
+      task.config, params["layers"],
+      segment.embed(task.model, params, rows.tokens_GS), context,
+      layout=task.schedule.layout, keep=_segment_keep(policy),
+  )
+  return y_GSM, stages
+
+
+def _read(task: Task, outer, y_GSM, rows: Branches, window):
+  """The readout of the rows' windows; 0 where a tail is padding."""
+  tokens = rows.targets_GT.shape[1]
+  y_GTM = lax.dynamic_slice_in_dim(y_GSM, window, tokens, axis=1)
+  outputs = readout_lib.chunked(
+      task.readout, task.model, outer, y_GTM, rows.targets_GT,
+      tokens=task.schedule.readout_tokens,
+  )
+  real_GT = jnp.arange(tokens) < rows.lengths_G[:, None]
+
+  def mask(x):
+    real = real_GT.reshape(*real_GT.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(real, x, jnp.zeros((), x.dtype))
+
+  return jax.tree.map(mask, outputs)
+
+
+def _split(tree, at_once: int):
+  """(whole, rest): G rows as visits of `at_once`, and one of what is left."""
+  leaves = jax.tree.leaves(tree)
+  whole, left = divmod(leaves[0].shape[0], at_once)
+  cut = whole * at_once
+  visits = jax.tree.map(
+      lambda x: x[:cut].reshape(whole, at_once, *x.shape[1:]), tree
+  )
+  return visits, jax.tree.map(lambda x: x[cut:], tree) if left else None
+
+
+def _scan_parts(step, carry, parts):
+  """`step` over the whole visits and the smaller last one of `_split`."""
+  whole, rest = parts
+  carry, results = lax.scan(step, carry, whole)
+  if rest is None:
+    return carry, (results, None)
+  carry, last = step(carry, rest)
+  return carry, (results, last)
+
+
+def _join(whole, rest):
+  """Undoes `_split` on results with leading axes [visits, at_once]."""
+  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole)
+  if rest is None:
+    return flat
+  return jax.tree.map(lambda *x: jnp.concatenate(x), flat, rest)

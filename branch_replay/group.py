@@ -1,0 +1,198 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A group: one prompt and G answers to it, as padded arrays."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import config as config_lib
+
+_SMALLEST_BUCKET = 8
+
+
+def bucket(length: int) -> int:
+  """The padded length that `length` shares a compilation with.
+
+  Multiples of 1/16 of the power of two below, and of 8: linear buckets that
+  waste at most 6.25 % (or 7 positions, below 128).
+  """
+  if length < 1:
+    return 0
+  step = max(_SMALLEST_BUCKET, 1 << max(0, length.bit_length() - 5))
+  return -(-length // step) * step
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """One prompt and its branches; several groups stack along a leading axis.
+
+  Attributes:
+    prompt: i32[P + 1] ids, padded; its last real token belongs to every tail.
+    prompt_length: i32[] real tokens of the prompt, at least 1.
+    tails: i32[G, T] ids of the answers, padded at the end.
+    tail_lengths: i32[G] real tokens of each answer; 0 is allowed and neutral.
+  """
+
+  prompt: jax.Array
+  prompt_length: jax.Array
+  tails: jax.Array
+  tail_lengths: jax.Array
+
+  @classmethod
+  def create(
+      cls,
+      prompt: Sequence[int],
+      tails: Sequence[Sequence[int]],
+      *,
+      config: config_lib.ModelConfig,
+      branches: int | None = None,
+  ) -> "Group":
+    """Checks ids and lengths and pads them to buckets.
+
+    Args:
+      prompt: ids, at least one.
+      tails: G answers of any lengths; an empty one is neutral.
+      config: of the model they are for: vocabulary and position limit.
+      branches: G to pad to with empty answers; None for no padding.
+
+    Returns:
+      The padded group.
+
+    Raises:
+      ValueError: an empty prompt or group, an id outside the vocabulary, or
+        more positions than the model has.
+    """
+    prompt = np.asarray(prompt, np.int64)
+    tails = [np.asarray(tail, np.int64).reshape(-1) for tail in tails]
+    if not tails:
+      raise ValueError("A group needs at least one tail; got none.")
+    if branches is not None:
+      if branches < len(tails):
+        raise ValueError(f"{len(tails)} tails do not fit branches={branches}.")
+      tails += [np.zeros(0, np.int64)] * (branches - len(tails))
+    lengths = np.array([len(tail) for tail in tails], np.int32)
+    padded = np.zeros((len(tails), max(bucket(int(lengths.max())), 1)), np.int64)
+    for row, tail in zip(padded, tails, strict=True):
+      row[: len(tail)] = tail
+    length = prompt.size
+    prompt = np.pad(prompt.reshape(-1), (0, bucket(length - 1) + 1 - length)) \
+        if length else prompt
+    group = cls(prompt, np.int32(length), padded, lengths)
+    check(group, config)
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), group)
+
+  def sequences(self):
+    """Whole sequences, i32[G, P + 1 + T]: prompt, tail, padding."""
+    at = jnp.arange(self.prompt.shape[0] + self.tails.shape[1])
+    from_tail = at - self.prompt_length
+    tail = jnp.take(
+        self.tails, jnp.clip(from_tail, 0, self.tails.shape[1] - 1), axis=1
+    )
+    prompt = self.prompt[jnp.clip(at, 0, self.prompt.shape[0] - 1)]
+    return jnp.where(from_tail < 0, prompt, tail)
+
+  def inputs(self):
+    """What each tail runs on, i32[G, T]: the boundary token, then the tail.
+
+    The last prompt token predicts the first token of every branch, so it is
+    run with the branches and not with the prefix.
+    """
+    boundary = self.prompt[self.prompt_length - 1]
+    first = jnp.full_like(self.tails[:, :1], boundary)
+    return jnp.concatenate([first, self.tails[:, :-1]], axis=1)
+
+  def mask(self):
+    """bool[G, T]: which tokens of the tails are real."""
+    return jnp.arange(self.tails.shape[-1]) < self.tail_lengths[..., None]
+
+
+def stack(groups: Sequence[Group]) -> Group:
+  """Several groups as one with a leading axis, padded to common lengths.
+
+  Args:
+    groups: groups of the same number of branches.
+
+  Returns:
+    A group whose arrays carry a leading axis; groups are looped over, so that
+    the prefix state of one lives at a time in `value_and_grad`.
+
+  Raises:
+    ValueError: no groups, or different numbers of branches.
+  """
+  if not groups:
+    raise ValueError("No groups to stack.")
+  branches = {group.tails.shape[0] for group in groups}
+  if len(branches) > 1:
+    raise ValueError(
+        f"Groups of {sorted(branches)} branches: pad the smaller ones with "
+        "empty tails, Group.create(..., branches=...)."
+    )
+  prompt = max(group.prompt.shape[-1] for group in groups)
+  tail = max(group.tails.shape[-1] for group in groups)
+
+  def widen(x, width):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+  wide = [
+      dataclasses.replace(
+          group,
+          prompt=widen(group.prompt, prompt),
+          tails=widen(group.tails, tail),
+      )
+      for group in groups
+  ]
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *wide)
+
+
+def is_concrete(tree) -> bool:
+  """Whether every leaf has a value that can be checked now."""
+  return not any(
+      isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)
+  )
+
+
+def check_tokens(tokens, config: config_lib.ModelConfig, what: str):
+  """Raises ValueError for ids outside the vocabulary."""
+  tokens = np.asarray(tokens)
+  outside = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+  if outside.size:
+    raise ValueError(
+        f"{outside.size} token ids of the {what} lie outside the vocabulary "
+        f"of {config.vocab_size}, for instance {outside[:5].tolist()}. Was "
+        "this text encoded by another model's tokenizer?"
+    )
+
+
+def check_positions(length: int, config: config_lib.ModelConfig):
+  """Raises ValueError for more positions than the model has."""
+  if length > config.max_positions:
+    raise ValueError(
+        f"{length} positions exceed the model's max_positions="
+        f"{config.max_positions}. Shorten the prompt or the tails, or raise "
+        "max_positions together with a rope_scaling that was trained for it."
+    )
+
+
+def check(group: Group, config: config_lib.ModelConfig):
+  """Raises ValueError for what no model could be run on.
+
+  Under `jit` values are unknown and only shapes are checked.
+  """
+  if group.tails.ndim < 2 or group.tails.shape[-2] < 1:
+    raise ValueError(f"A group of no branches: tails {group.tails.shape}.")
+  if group.prompt.shape[-1] < 1:
+    raise ValueError("Empty prompt: at least one token must precede a tail.")
+  if not is_concrete(group):
+    return
+  lengths = np.asarray(group.prompt_length)
+  if lengths.min() < 1:
+    raise ValueError("Empty prompt: at least one token must precede a tail.")
+  check_tokens(group.prompt, config, "prompt")
+  check_tokens(group.tails, config, "tails")
+  tails = np.asarray(group.tail_lengths).max(axis=-1)
+  check_positions(int((lengths + tails).max()), config)

@@ -1,0 +1,180 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of given tokens without ever holding [tokens, vocabulary]."""
+
+import functools
+
+import chex
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+
+# Kept by the engine when it recomputes a readout: N numbers that spare one
+# pass over the vocabulary.
+LOG_SUM_EXP = "log_sum_exp"
+
+# [512 tokens, 2048 ids] of float32 logits are 4 MiB, a share of the last cache.
+_CHUNK = 2048
+
+
+def reference(
+    hidden_NM, table_VM, targets_N, *, temperature=1.0, vocab_size=None
+):
+  """Readable `chunked`: whole logits, log_softmax, ordinary autodiff."""
+  dtype = config_lib.at_least_float32(hidden_NM.dtype)
+  logits_NV = jnp.einsum(
+      "nm,vm->nv",
+      hidden_NM,
+      table_VM[:vocab_size].astype(hidden_NM.dtype),
+      preferred_element_type=dtype,
+  )
+  log_probs_NV = jax.nn.log_softmax(logits_NV / temperature, axis=-1)
+  return jnp.take_along_axis(log_probs_NV, targets_N[:, None], axis=1)[:, 0]
+
+
+def chunked(
+    hidden_NM, table_VM, targets_N, *, temperature=1.0, vocab_size=None,
+    chunk=_CHUNK,
+):
+  """log p(target) = zₜ/τ − log Σᵥ exp(zᵥ/τ), z = hidden · tableᵀ.
+
+  The vocabulary goes by in chunks, forward and backward; the backward pass
+  computes the logits again from the saved log-sum-exp, with a cotangent of its
+  own for every token.
+
+  Args:
+    hidden_NM: hidden states after the final norm.
+    table_VM: the head.
+    targets_N: i32 ids; the result of an id outside [0, vocab_size) is NaN.
+    temperature: τ > 0, the one the tokens were sampled at.
+    vocab_size: rows of the table that are real tokens; the rest, padding, take
+      no part. None means all.
+    chunk: ids at a time; need not divide the vocabulary.
+
+  Returns:
+    log_probs_N, at least float32.
+  """
+  chex.assert_rank([hidden_NM, table_VM, targets_N], [2, 2, 1])
+  vocab_size = table_VM.shape[0] if vocab_size is None else vocab_size
+  if not 0 < vocab_size <= table_VM.shape[0]:
+    raise ValueError(
+        f"vocab_size={vocab_size} of a table of {table_VM.shape[0]} rows."
+    )
+  return _chunked(
+      hidden_NM, table_VM, targets_N, temperature, (vocab_size, chunk)
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(hidden_NM, table_VM, targets_N, temperature, sizes):
+  return _forward(hidden_NM, table_VM, targets_N, temperature, sizes)[0]
+
+
+def _chunk_logits(hidden_NM, table_BM, temperature):
+  dtype = config_lib.at_least_float32(hidden_NM.dtype)
+  logits_NB = lax.dot_general(
+      hidden_NM,
+      table_BM.astype(hidden_NM.dtype),
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=dtype,
+  )
+  return logits_NB / temperature
+
+
+def _over_chunks(body, carry, table_VM, sizes):
+  """Folds body(carry, start, table_BM) over the vocabulary."""
+  vocab_size, chunk = sizes
+  chunk = min(chunk, vocab_size)
+  whole = vocab_size // chunk
+
+  def visit(i, carry):
+    return body(
+        carry, i * chunk, lax.dynamic_slice_in_dim(table_VM, i * chunk, chunk)
+    )
+
+  carry = lax.fori_loop(0, whole, visit, carry)
+  if vocab_size % chunk:
+    start = whole * chunk
+    carry = body(carry, start, table_VM[start:vocab_size])
+  return carry
+
+
+def _forward(hidden_NM, table_VM, targets_N, temperature, sizes):
+  dtype = config_lib.at_least_float32(hidden_NM.dtype)
+  rows = hidden_NM.shape[:1]
+
+  def visit(carry, start, table_BM):
+    top_N, total_N, chosen_N = carry
+    logits_NB = _chunk_logits(hidden_NM, table_BM, temperature)
+    new_top_N = jnp.maximum(top_N, jnp.max(logits_NB, axis=-1))
+    total_N = total_N * jnp.exp(top_N - new_top_N) + jnp.sum(
+        jnp.exp(logits_NB - new_top_N[:, None]), axis=-1
+    )
+    local_N = targets_N - start
+    here_N = (local_N >= 0) & (local_N < table_BM.shape[0])
+    picked_N = jnp.take_along_axis(
+        logits_NB, jnp.where(here_N, local_N, 0)[:, None], axis=1
+    )[:, 0]
+    return new_top_N, total_N, jnp.where(here_N, picked_N, chosen_N)
+
+  start = (
+      jnp.full(rows, -jnp.inf, dtype),
+      jnp.zeros(rows, dtype),
+      jnp.full(rows, jnp.nan, dtype),
+  )
+  top_N, total_N, chosen_N = _over_chunks(visit, start, table_VM, sizes)
+  lse_N = checkpoint_name(top_N + jnp.log(total_N), LOG_SUM_EXP)
+  residuals = hidden_NM, table_VM, targets_N, temperature, lse_N
+  return chosen_N - lse_N, residuals
+
+
+def _backward(sizes, residuals, d_log_probs_N):
+  hidden_NM, table_VM, targets_N, temperature, lse_N = residuals
+  dtype = lse_N.dtype
+
+  def visit(carry, start, table_BM):
+    d_hidden_NM, d_table_VM, d_temperature = carry
+    logits_NB = _chunk_logits(hidden_NM, table_BM, temperature)
+    ids_B = start + jnp.arange(table_BM.shape[0])
+    hit_NB = ids_B[None, :] == targets_N[:, None]
+    probs_NB = jnp.exp(logits_NB - lse_N[:, None])
+    d_logits_NB = (hit_NB - probs_NB) * d_log_probs_N[:, None]
+    # z/τ: ∂/∂τ = −(z/τ)/τ.
+    d_temperature -= jnp.sum(d_logits_NB * logits_NB) / temperature
+    d_logits_NB = (d_logits_NB / temperature).astype(hidden_NM.dtype)
+    d_hidden_NM += jnp.dot(
+        d_logits_NB,
+        table_BM.astype(hidden_NM.dtype),
+        preferred_element_type=dtype,
+    )
+    d_table_BM = lax.dot_general(
+        d_logits_NB,
+        hidden_NM,
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=dtype,
+    )
+    d_table_VM = lax.dynamic_update_slice(
+        d_table_VM, d_table_BM.astype(d_table_VM.dtype), (start, 0)
+    )
+    return d_hidden_NM, d_table_VM, d_temperature
+
+  start = (
+      jnp.zeros(hidden_NM.shape, dtype),
+      jnp.zeros(table_VM.shape, table_VM.dtype),
+      jnp.zeros((), dtype),
+  )
+  d_hidden_NM, d_table_VM, d_temperature = _over_chunks(
+      visit, start, table_VM, sizes
+  )
+  return (
+      d_hidden_NM.astype(hidden_NM.dtype),
+      d_table_VM,
+      None,
+      d_temperature.astype(jnp.result_type(temperature)),
+  )
+
+
+_chunked.defvjp(_forward, _backward)

@@ -1,0 +1,164 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How attention is cut into tiles: sizes, slices and masks, no mathematics."""
+
+from typing import NamedTuple
+
+from jax import lax
+import jax.numpy as jnp
+
+# A score tile of these sizes in float32 stays in the second-level cache of a
+# server core (1 MiB and 512 KiB); larger tiles go through memory.
+FORWARD_ROWS, FORWARD_COLUMNS = 512, 512
+BACKWARD_ROWS, BACKWARD_COLUMNS = 512, 256
+_VECTOR = 8  # sizes are multiples of a vector register of float32
+
+
+def _ceil(a, b):
+  return -(-a // b)
+
+
+def _round_up(size: int) -> int:
+  return _ceil(size, _VECTOR) * _VECTOR
+
+
+class Even(NamedTuple):
+  """An axis cut into `count` tiles of `size`; `padded` = count · size."""
+
+  count: int
+  size: int
+
+  @property
+  def padded(self) -> int:
+    return self.count * self.size
+
+
+def even(length: int, at_most: int) -> Even:
+  """Nearly equal tiles of at most `at_most`, with the least padding."""
+  count = _ceil(length, at_most)
+  return Even(count, min(_round_up(_ceil(length, count)), at_most))
+
+
+def pad(x, axis: int, length: int, value=0.0):
+  """Pads one axis of x at its end; nothing where it already fits."""
+  if x.shape[axis] == length:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, length - x.shape[axis])
+  return jnp.pad(x, widths, constant_values=value)
+
+
+def _indices(x, at):
+  # One integer type, whatever mix of i32 lengths and x64 counters it is.
+  at = (*at, *(0,) * (x.ndim - len(at)))
+  return tuple(jnp.asarray(index, jnp.int32) for index in at)
+
+
+def read(x, at, size: int):
+  """x[at[0], ..., at[-1] : at[-1] + size]: scalars lead, then one window."""
+  shape = (1,) * (len(at) - 1) + (size,) + x.shape[len(at):]
+  window = lax.dynamic_slice(x, _indices(x, at), shape)
+  return window.reshape(shape[len(at) - 1 :])
+
+
+def write(x, at, window):
+  """x with `window` at the place `read` would read it from."""
+  window = window.reshape((1,) * (len(at) - 1) + window.shape)
+  return lax.dynamic_update_slice(x, window.astype(x.dtype), _indices(x, at))
+
+
+def add(x, at, window):
+  """x with `window` added at the place `read` would read it from."""
+  return write(x, at, read(x, at, window.shape[0]) + window.astype(x.dtype))
+
+
+class Columns:
+  """Tiles over the positions of a prefix state of any capacity.
+
+  The last tile is moved back to end at the capacity; `seen` hides from it the
+  positions that the tile before has read.
+  """
+
+  def __init__(self, capacity: int, at_most: int):
+    self.size = min(capacity, at_most)
+    self._last = capacity - self.size
+
+  def _start(self, j):
+    return jnp.minimum(j * self.size, self._last)
+
+  def count(self, length):
+    """Tiles that hold the first `length` positions."""
+    return _ceil(length, self.size)
+
+  def seen(self, j, length):
+    """[1, B]: which positions of tile j are real and not read before."""
+    position = self._start(j) + jnp.arange(self.size)
+    return ((position >= j * self.size) & (position < length))[None]
+
+  def read(self, pair, at, j):
+    """Tile j of each array of `pair`, [B, D]."""
+    return tuple(read(x, (*at, self._start(j)), self.size) for x in pair)
+
+  def add(self, pair, at, j, windows):
+    """`pair` with `windows` added to tile j of each array."""
+    return tuple(
+        add(x, (*at, self._start(j)), window)
+        for x, window in zip(pair, windows, strict=True)
+    )
+
+
+class Causal(NamedTuple):
+  """The lower triangle of a segment's scores, cut into tiles by `causal`.
+
+  One row tile holds `row` tokens of R query heads, R·row rows; a column tile
+  holds `column` = row · rows_per_column tokens, so that the diagonal falls on
+  tile corners.
+  """
+
+  repeats: int
+  row: int
+  rows_per_column: int
+  padded: int
+
+  @property
+  def column(self) -> int:
+    return self.row * self.rows_per_column
+
+  @property
+  def row_count(self) -> int:
+    return self.padded // self.row
+
+  def unravel(self, index, branches: int):
+    """(head, branch, row tile) of a flat index."""
+    head = index // (branches * self.row_count)
+    return head, index // self.row_count % branches, index % self.row_count
+
+  def seen(self, i, j):
+    """[R·row, column]: which keys of tile j the rows of tile i may see."""
+    query = i * self.row + jnp.arange(self.row)
+    key = j * self.column + jnp.arange(self.column)
+    return jnp.tile(key[None, :] <= query[:, None], (self.repeats, 1))
+
+  def rows(self, x_KGRT, head, branch, i):
+    """Row tile i: R·row rows of one head and branch of [K, G, R, T, ...]."""
+    at = (head, branch, 0, i * self.row)
+    shape = (1, 1, self.repeats, self.row) + x_KGRT.shape[4:]
+    window = lax.dynamic_slice(x_KGRT, _indices(x_KGRT, at), shape)
+    return window.reshape(self.repeats * self.row, *x_KGRT.shape[4:])
+
+  def write_rows(self, x_KGRT, head, branch, i, rows):
+    """x_KGRT with row tile i replaced."""
+    at = (head, branch, 0, i * self.row)
+    shape = (1, 1, self.repeats, self.row) + x_KGRT.shape[4:]
+    return lax.dynamic_update_slice(
+        x_KGRT, rows.reshape(shape).astype(x_KGRT.dtype), _indices(x_KGRT, at)
+    )
+
+
+def causal(tokens: int, repeats: int, rows: int, columns: int) -> Causal:
+  """Tiles of at most about `rows` by `columns` for R query heads a key head."""
+  count = _ceil(tokens, columns)
+  column = _ceil(tokens, count)
+  per_column = _ceil(repeats * column, max(rows, repeats))
+  row = _round_up(_ceil(column, per_column))
+  return Causal(repeats, row, per_column, count * row * per_column)

@@ -1,0 +1,93 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a group is scheduled: chunk sizes, branches at a time, what is kept."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay import segment
+
+PrefixGradient = Literal["full", "exact", "stop"]
+Activations = Literal["keep", "recompute", "recompute_layers"]
+
+
+def check_mode(prefix_gradient: str):
+  """Raises ValueError for a mode that does not exist."""
+  if prefix_gradient not in get_args(PrefixGradient):
+    raise ValueError(
+        f"Unknown prefix_gradient {prefix_gradient!r}: use one of "
+        f"{', '.join(get_args(PrefixGradient))}."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """Sizes and policies; they change time and memory, never the result.
+
+  Attributes:
+    chunk_size: most positions of the prefix that are run at a time.
+    branches_at_once: tails that are run together as one tall matrix; None for
+      all of a group. 1 makes memory independent of the group's size.
+    activations: "keep" those of the whole prefix between its capture and the
+      prefix pass; "recompute" those of a chunk (or of a branch group) when
+      it is popped; "recompute_layers" those of one layer at a time; None to
+      take the first of these that fits `memory_budget`.
+    memory_budget: bytes of activations that may be alive when `activations`
+      is None.
+    readout_tokens: tail tokens whose readout is computed at a time.
+    layout: where parameters live.
+  """
+
+  chunk_size: int = 1024
+  branches_at_once: int | None = None
+  activations: Activations | None = None
+  memory_budget: int = 4 << 30
+  readout_tokens: int = 1024
+  layout: segment.Layout = segment.Layout()
+
+  def __post_init__(self):
+    for field in ("chunk_size", "branches_at_once", "readout_tokens"):
+      value = getattr(self, field)
+      if value is not None and value < 1:
+        raise ValueError(f"{field} must be at least 1, not {value}.")
+    if self.activations not in (None, *get_args(Activations)):
+      raise ValueError(
+          f"Unknown activations {self.activations!r}: use one of "
+          f"{', '.join(get_args(Activations))} or None."
+      )
+
+  def policy(
+      self, config: config_lib.ModelConfig, prefix: int, row_tokens: int
+  ) -> Activations:
+    """The policy for a prefix of so many positions.
+
+    Args:
+      config: geometry.
+      prefix: positions of the prefix that would be kept; 0 if none would.
+      row_tokens: tokens of the largest segment with autodiff, all its rows.
+
+    Returns:
+      `activations`, or the first policy that fits the budget.
+    """
+    if self.activations is not None:
+      return self.activations
+    token = stage_bytes(config) * config.num_layers
+    segment_tokens = max(row_tokens, min(prefix, self.chunk_size))
+    if token * (prefix + row_tokens) <= self.memory_budget:
+      return "keep"
+    if token * segment_tokens <= self.memory_budget:
+      return "recompute"
+    return "recompute_layers"
+
+
+def stage_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes of the stage inputs of one token in one layer (`segment.Kept`)."""
+  heads = config.num_heads * config.head_dim
+  keys = 2 * config.num_kv_heads * config.head_dim
+  numbers = 2 * config.width + 2 * heads + keys + 2 * config.ffn_width
+  itemsize = jnp.dtype(config.compute_dtype).itemsize
+  lse = config_lib.at_least_float32(config.compute_dtype).itemsize
+  return itemsize * numbers + lse * config.num_heads

@@ -1,0 +1,274 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One concept: a segment of tokens run on top of a prefix state.
+
+`forward` runs a segment through all layers, `backward` is its hand-written
+pullback. Layers are an explicit scan over stacked parameters: the backward
+scan reads [layer, tile] slices of the state and adds to [layer, tile] slices
+of the accumulator in place. `jax.vjp` through the scan would instead make a
+fresh cotangent of the size of the state for every segment.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.models import decoder
+from branch_replay.models import layers
+from branch_replay.ops import attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where a layer's parameters live: hooks around one layer of the scan.
+
+  On one device both are the identity.
+  """
+
+  def gather(self, layer_params):
+    """This device's share of a layer's parameters ↦ all of them."""
+    return layer_params
+
+  def reduce(self, layer_grads):
+    """A layer's whole gradient ↦ this device's share of the sum."""
+    return layer_grads
+
+
+class Kept(NamedTuple):
+  """Inputs of a layer's stages: all that its backward pass reads.
+
+  With the stage inputs at hand no matrix product is computed twice. With
+  `x_GTM` alone (`stages` None) the layer is run again.
+  """
+
+  x_GTM: jax.Array
+  stages: Any = None  # _Stages
+
+
+class _Stages(NamedTuple):
+  projected: tuple[jax.Array, jax.Array, jax.Array]
+  out_KGRTD: jax.Array
+  lse_KGRT: jax.Array
+  h_GTM: jax.Array
+  expanded: tuple[jax.Array, jax.Array]
+
+
+class Context(NamedTuple):
+  """What a segment continues from, and where it stands.
+
+  Attributes:
+    prefix: pair (k_LKPD, v_LKPD).
+    prefix_length: i32[], positions of it that the segment may see.
+    positions_GT: i32, absolute positions of the segment's tokens.
+    lengths_G: i32, real tokens of each row, or None for all.
+  """
+
+  prefix: tuple[jax.Array, jax.Array]
+  prefix_length: jax.Array
+  positions_GT: jax.Array
+  lengths_G: jax.Array | None = None
+
+
+def _stage(config, kind, params, name):
+  """stage(params, *inputs) and its parameters."""
+  module = kind(config)
+  return (
+      lambda p, *inputs: module.apply({"params": p}, *inputs),
+      params.get(name, {}),  # `rotate` owns none without q/k norm
+  )
+
+
+def _layer_forward(config, params, x_GTM, layer, context: Context):
+  """(y_GTM, (q, k, v), stages) of one layer."""
+  def run(kind, name, *inputs):
+    stage, stage_params = _stage(config, kind, params, name)
+    return stage(stage_params, *inputs)
+
+  projected = run(layers.Project, "project", x_GTM)
+  q, k, v = run(layers.Rotate, "rotate", *projected, context.positions_GT)
+  out, lse = attention.forward(
+      q, k, v, context.prefix, layer, context.prefix_length,
+      context.lengths_G,
+  )
+  h_GTM = run(layers.Join, "join", x_GTM, out)
+  expanded = run(layers.Expand, "expand", h_GTM)
+  y_GTM = run(layers.Contract, "contract", h_GTM, *expanded)
+  return y_GTM, (q, k, v), _Stages(projected, out, lse, h_GTM, expanded)
+
+
+def _layer_backward(
+    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present
+):
+  """(dx_GTM, layer gradients, accumulator) of one layer.
+
+  `present` is the accumulated cotangent of the segment's own keys and values,
+  or None for a leaf, on which nothing stands.
+  """
+  x_GTM, stages = kept
+  if stages is None:
+    _, _, stages = _layer_forward(config, params, x_GTM, layer, context)
+  projected, out, lse, h_GTM, expanded = stages
+  grads = {}
+
+  def pull(kind, name, inputs, cotangent):
+    stage, stage_params = _stage(config, kind, params, name)
+    _, pullback = jax.vjp(stage, stage_params, *inputs)
+    d_params, *d_inputs = pullback(cotangent)
+    if stage_params:
+      grads[name] = d_params
+    return d_inputs
+
+  dh_GTM, *d_expanded = pull(
+      layers.Contract, "contract", (h_GTM, *expanded), dy_GTM
+  )
+  (dh_expand,) = pull(layers.Expand, "expand", (h_GTM,), tuple(d_expanded))
+  dx_GTM, d_out = pull(
+      layers.Join, "join", (x_GTM, out), dh_GTM + dh_expand
+  )
+
+  rotate, rotate_params = _stage(config, layers.Rotate, params, "rotate")
+  (q, k, v), pull_rotate = jax.vjp(
+      lambda p, *raw: rotate(p, *raw, context.positions_GT),
+      rotate_params, *projected,
+  )
+  dq, dk, dv, accumulator = attention.backward(
+      d_out, q, k, v, out, lse, context.prefix, layer,
+      context.prefix_length, accumulator=accumulator,
+  )
+  if present is not None:
+    dk, dv = dk + present[0], dv + present[1]
+  d_rotate, *d_projected = pull_rotate(
+      (dq, dk.astype(k.dtype), dv.astype(v.dtype))
+  )
+  if rotate_params:
+    grads["rotate"] = d_rotate
+  (dx_project,) = pull(
+      layers.Project, "project", (x_GTM,), tuple(d_projected)
+  )
+  return dx_GTM + dx_project, grads, accumulator
+
+
+def forward(
+    config: config_lib.ModelConfig,
+    layer_params,
+    x_GTM,
+    context: Context,
+    *,
+    layout: Layout,
+    keep: str | None,
+    present: bool = False,
+):
+  """Runs a segment through all layers.
+
+  Args:
+    config: geometry.
+    layer_params: the tree under "layers", leading axis L.
+    x_GTM: embedded tokens.
+    context: the state it continues from.
+    layout: where parameters live.
+    keep: "stages" to keep the inputs of all stages for `backward`, "inputs"
+      to keep those of whole layers (it then runs each layer again), None for
+      nothing.
+    present: whether to return the segment's own keys and values.
+
+  Returns:
+    y_GTM before the final norm, the present (pair of [L, K, G, T, D]) or None,
+    and `Kept` with a leading L axis or None.
+  """
+  def step(x_GTM, inputs):
+    layer, params = inputs
+    y_GTM, (_, k, v), stages = _layer_forward(
+        config, layout.gather(params), x_GTM, layer, context
+    )
+    kept = {
+        None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
+    }[keep]
+    return y_GTM, ((k, v) if present else None, kept)
+
+  numbered = jnp.arange(config.num_layers), layer_params
+  y_GTM, (present_LKGTD, kept) = lax.scan(step, x_GTM, numbered)
+  return y_GTM, present_LKGTD, kept
+
+
+def backward(
+    config: config_lib.ModelConfig,
+    layer_params,
+    layer_grads,
+    kept: Kept,
+    dy_GTM,
+    context: Context,
+    *,
+    layout: Layout,
+    accumulator=None,
+    present_at=None,
+):
+  """Pulls a cotangent back through all layers.
+
+  Args:
+    config: geometry.
+    layer_params: as in `forward`.
+    layer_grads: like `layer_params`, at least float32; added to in place.
+    kept: what `forward` kept.
+    dy_GTM: cotangent of its result.
+    context: as in `forward`.
+    layout: where parameters live.
+    accumulator: pair like the prefix that its cotangent is added to in place;
+      None to stop at the prefix.
+    present_at: for a chunk of the prefix, the position it starts at: its own
+      accumulated cotangent is read there and pulled back too.
+
+  Returns:
+    dx_GTM, the updated layer_grads, and the updated accumulator.
+  """
+  tokens = dy_GTM.shape[1]
+
+  def present_of(accumulator, layer):
+    if present_at is None:
+      return None
+    def read(x_LKPD):
+      x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
+      x_KCD = lax.dynamic_slice_in_dim(x_KPD, present_at, tokens, axis=1)
+      return x_KCD[:, None]  # a segment of one row, G = 1
+    return tuple(read(x) for x in accumulator)
+
+  def step(carry, inputs):
+    dy_GTM, layer_grads, accumulator = carry
+    layer, params, kept = inputs
+    dx_GTM, grads, accumulator = _layer_backward(
+        config, layout.gather(params), kept, dy_GTM, layer, context,
+        accumulator, present_of(accumulator, layer),
+    )
+    layer_grads = jax.tree.map(
+        lambda total, new: total.at[layer].add(new.astype(total.dtype)),
+        layer_grads,
+        layout.reduce(grads),
+    )
+    return (dx_GTM, layer_grads, accumulator), None
+
+  numbered = jnp.arange(config.num_layers), layer_params, kept
+  carry, _ = lax.scan(
+      step, (dy_GTM, layer_grads, accumulator), numbered, reverse=True
+  )
+  return carry
+
+
+def embed(model: decoder.Decoder, params, tokens_GT):
+  """Embedded tokens, [G, T, M] in the compute dtype."""
+  return model.apply({"params": outer(params)}, tokens_GT,
+                     method="embed_tokens")
+
+
+def embed_backward(grads, tokens_GT, dx_GTM):
+  """Adds the cotangent of embedded tokens to their rows, in place."""
+  table = grads["embed"]["table"]
+  table = table.at[tokens_GT].add(dx_GTM.astype(table.dtype))
+  return grads | {"embed": {"table": table}}
+
+
+def outer(params):
+  """Parameters outside the layers: embedding, final norm, head, extras."""
+  return {name: tree for name, tree in params.items() if name != "layers"}

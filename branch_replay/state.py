@@ -1,0 +1,101 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""PrefixState: what a prefix leaves behind for the tokens that follow it."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+
+_SAMPLES = 1024  # strided elements of each parameter in a fingerprint
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefixState:
+  """Keys and values of every layer, and where they come from.
+
+  Attributes:
+    mixer: pair (k, v), each [L, K, P, D] in the compute dtype.
+    tokens: i32[P], the ids that were run; the prefix pass runs them again.
+    length: i32[], positions that are real.
+    version: u32[], fingerprint of the parameters it was captured under.
+    kept: activations of the chunks, when the policy is to keep them.
+  """
+
+  mixer: tuple[jax.Array, jax.Array]
+  tokens: jax.Array
+  length: jax.Array
+  version: jax.Array
+  kept: object = None
+
+  @property
+  def capacity(self) -> int:
+    """Positions there is room for."""
+    return self.tokens.shape[-1]
+
+
+class Chunks(NamedTuple):
+  """A prefix cut into `count` chunks of `size` positions."""
+
+  count: int
+  size: int
+
+  @property
+  def capacity(self) -> int:
+    return self.count * self.size
+
+
+def chunks(positions: int, at_most: int) -> Chunks:
+  """Equal chunks that hold `positions`; the last one may be ragged."""
+  if at_most < 1:
+    raise ValueError(f"chunk_size must be at least 1, not {at_most}.")
+  if positions < 1:
+    return Chunks(0, 0)
+  count = -(-positions // at_most)
+  return Chunks(count, -(-positions // count))
+
+
+def empty(config: config_lib.ModelConfig, capacity: int, version=0):
+  """A state of no positions and room for `capacity`."""
+  shape = config.num_layers, config.num_kv_heads, capacity, config.head_dim
+  return PrefixState(
+      mixer=tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2)),
+      tokens=jnp.zeros(capacity, jnp.int32),
+      length=jnp.zeros((), jnp.int32),
+      version=jnp.asarray(version, jnp.uint32),
+  )
+
+
+def accumulator(config: config_lib.ModelConfig, capacity: int):
+  """Zeros for the cotangent of a state, pair of [L, K, P, D]."""
+  shape = config.num_layers, config.num_kv_heads, capacity, config.head_dim
+  dtype = config_lib.at_least_float32(config.compute_dtype)
+  return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+
+@jax.jit
+def fingerprint(params) -> jax.Array:
+  """u32 checksum over strided elements of every parameter.
+
+  Two sets of parameters that differ by one optimizer step differ in it (but
+  for a chance of about 2⁻³²); no secrets are kept by it.
+  """
+  total = jnp.uint32(0)
+  for i, leaf in enumerate(jax.tree.leaves(params)):
+    flat = leaf.reshape(-1)
+    sample = flat[:: max(1, flat.size // _SAMPLES)]
+    wide = sample.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    if sample.dtype == jnp.float64:  # what float32 rounds away counts too
+      rest = (sample - wide.astype(sample.dtype)).astype(jnp.float32)
+      bits ^= jax.lax.bitcast_convert_type(rest, jnp.uint32) << 1
+    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * i + 1
+    total = total * jnp.uint32(0x9E3779B1) + jnp.sum(
+        (bits ^ (bits >> 15)) * (odd * jnp.uint32(0x85EBCA6B)),
+        dtype=jnp.uint32,
+    )
+  return total

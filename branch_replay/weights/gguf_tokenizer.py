@@ -1,0 +1,137 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Byte-level BPE tokenizers out of GGUF metadata."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_GPT2 = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+# Text is split by each pattern in turn; merges never cross a split. The values
+# are llama.cpp's, https://github.com/ggml-org/llama.cpp (src/llama-vocab.cpp).
+_PATTERNS = {
+    "default": (
+        r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    ),
+    "smollm": (r"\p{N}", _GPT2),
+    "qwen2": (_QWEN2,),
+    "llama-bpe": (_LLAMA3,),
+}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
+  """Builds the tokenizer that a GGUF file describes.
+
+  Control tokens, such as "<|im_start|>", are one id wherever they stand in the
+  text. `encode` adds a first or last token only where the file says so. A byte
+  that the vocabulary lacks (SmolLM2: a few control characters) is dropped, as
+  it is by transformers and llama.cpp.
+
+  Args:
+    metadata: plain values by full key, such as "tokenizer.ggml.tokens".
+
+  Returns:
+    The tokenizer, with the ids of the file.
+
+  Raises:
+    ValueError: a key is missing, or the kind of tokenizer or the way it splits
+      text is not supported.
+  """
+  model = _required(metadata, "model")
+  if model != "gpt2":
+    raise ValueError(
+        f"tokenizer.ggml.model={model!r} is not supported: only byte-level BPE "
+        "('gpt2'). Pass with_tokenizer=False to load the weights alone."
+    )
+  pre = _required(metadata, "pre")
+  if pre not in _PATTERNS:
+    raise ValueError(
+        f"tokenizer.ggml.pre={pre!r} is not supported: {', '.join(_PATTERNS)}. "
+        "Pass with_tokenizer=False to load the weights alone."
+    )
+  tokens = _required(metadata, "tokens")
+  kinds = _required(metadata, "token_type")
+  vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+  if not len(vocabulary) == len(tokens) == len(kinds):
+    raise ValueError(
+        f"The file has {len(tokens)} tokens, {len(vocabulary)} of them "
+        f"distinct, and {len(kinds)} token types: it is damaged."
+    )
+  tokenizer = tokenizers.Tokenizer(
+      models.BPE(
+          vocab=vocabulary,
+          merges=[_merge(merge) for merge in _required(metadata, "merges")],
+          # Llama 3 has words in its vocabulary that its merges do not reach.
+          ignore_merges=pre == "llama-bpe",
+      )
+  )
+  if pre == "qwen2":
+    tokenizer.normalizer = normalizers.NFC()
+  tokenizer.pre_tokenizer = _splitter(_PATTERNS[pre])
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_tokens(list(_added(tokens, kinds)))
+  tokenizer.post_processor = _ends(metadata, tokens)
+  return tokenizer
+
+
+def _required(metadata, key):
+  if (value := metadata.get(f"tokenizer.ggml.{key}")) is None:
+    raise ValueError(
+        f"The file has no tokenizer.ggml.{key}. Pass with_tokenizer=False to "
+        "load the weights alone."
+    )
+  return value
+
+
+def _merge(merge):
+  left, _, right = merge.partition(" ")
+  if not left or not right or " " in right:
+    raise ValueError(f"The merge {merge!r} is not two tokens and a space.")
+  return left, right
+
+
+def _splitter(patterns):
+  return pre_tokenizers.Sequence(
+      [
+          pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+          for pattern in patterns
+      ]
+      + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+  )
+
+
+def _added(tokens, kinds):
+  for token, kind in zip(tokens, kinds, strict=True):
+    if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+      yield tokenizers.AddedToken(
+          token, normalized=False, special=kind != _USER_DEFINED
+      )
+
+
+def _ends(metadata, tokens):
+  """Adds the first and last token that the file asks for."""
+  first, last = [], []
+  for name, side in (("bos", first), ("eos", last)):
+    if metadata.get(f"tokenizer.ggml.add_{name}_token"):
+      id_ = _required(metadata, f"{name}_token_id")
+      side.append((tokens[id_], id_))
+  if not first + last:
+    return None
+  return processors.TemplateProcessing(
+      single=[name for name, _ in first] + ["$A"] + [name for name, _ in last],
+      special_tokens=sorted(set(first + last)),
+  )

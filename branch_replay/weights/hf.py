@@ -1,0 +1,291 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face directories: safetensors and configuration, in and out."""
+
+from collections.abc import Mapping
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors import numpy as safetensors_numpy
+import tokenizers
+
+from branch_replay import config as config_lib
+from branch_replay.models import decoder
+from branch_replay.weights import hf_config, layout
+from branch_replay.weights import pretrained as pretrained_lib
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
+# Buffers that older exports saved beside the parameters they follow from.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias")
+
+
+def load_hf(
+    directory: str | os.PathLike,
+    *,
+    param_dtype: str | None = None,
+    compute_dtype: str = "float32",
+) -> pretrained_lib.Pretrained:
+  """Loads a Llama, SmolLM, Qwen2 or Qwen3 directory.
+
+  Reads config.json and model.safetensors, or the shards named by
+  model.safetensors.index.json; and where present generation_config.json,
+  tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+  Args:
+    directory: as `transformers` writes it and as its hub serves it.
+    param_dtype: dtype of the parameters; None for that of the files.
+    compute_dtype: dtype of activations and matrix products.
+
+  Returns:
+    Model, parameters and text side. Parameters land on the default device:
+    load under `jax.default_device` of a CPU to place them yourself.
+
+  Raises:
+    ValueError: a file is missing or damaged; the configuration asks for what
+      `Decoder` does not compute; tensors are missing, unexpected, misshapen or
+      not floats; or a tied model's file holds a head of its own that differs
+      from the embedding.
+  """
+  directory = pathlib.Path(directory)
+  mapping = _read_json(directory, "config.json")
+  with contextlib.ExitStack() as stack:
+    handles = _open_tensors(directory, stack)
+    if param_dtype is None:
+      param_dtype = _stored_dtype(handles)
+    config = hf_config.config_from_hf(
+        mapping, param_dtype=param_dtype, compute_dtype=compute_dtype
+    )
+    _check_tensors(config, handles, directory)
+    params = layout.stack(
+        config, layout.HF_NAMES, lambda name: handles[name].get_tensor(name)
+    )
+  return pretrained_lib.Pretrained(
+      decoder.Decoder(config), params, **_text_side(directory, mapping)
+  )
+
+
+def _read_json(directory, name) -> dict[str, Any]:
+  path = directory / name
+  if not path.is_file():
+    raise ValueError(
+        f"{path} does not exist: pass a directory with config.json and "
+        f"{_WEIGHTS} or {_INDEX}."
+    )
+  try:
+    return json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as error:
+    raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _open_tensors(directory, stack):
+  """Handles by name of tensor. A single file wins, as in transformers."""
+  if (directory / _WEIGHTS).is_file():
+    files, promised = [_WEIGHTS], {}
+  else:
+    promised = _read_json(directory, _INDEX).get("weight_map")
+    if not isinstance(promised, dict):
+      raise ValueError(f"{directory / _INDEX} has no weight_map.")
+    files = sorted(set(promised.values()))
+  handles = {}
+  for file in files:
+    try:
+      handle = stack.enter_context(
+          safetensors.safe_open(directory / file, framework="numpy")
+      )
+    except (OSError, safetensors.SafetensorError) as error:
+      raise ValueError(
+          f"{directory / file} is missing or damaged ({error}): copy it again."
+      ) from error
+    for name in handle.keys():
+      if name in handles:
+        raise ValueError(f"{name} is in two shards of {directory}.")
+      if not name.endswith(_IGNORED_SUFFIXES):
+        handles[name] = handle
+  if lost := {n for n in promised if not n.endswith(_IGNORED_SUFFIXES)} - (
+      handles.keys()
+  ):
+    raise ValueError(
+        f"{directory / _INDEX} promises {layout.listed(lost)}, which no shard "
+        "holds: copy the shards again."
+    )
+  return handles
+
+
+def _stored_dtype(handles) -> str:
+  dtypes = set()
+  for name, handle in handles.items():
+    stored = handle.get_slice(name).get_dtype()
+    if stored not in _DTYPES:
+      raise ValueError(
+          f"{name} is stored as {stored}: only {', '.join(_DTYPES)} are "
+          "supported, so a quantised checkpoint must be dequantised first."
+      )
+    dtypes.add(jnp.dtype(_DTYPES[stored]))
+  return str(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
+
+
+def _check_tensors(config, handles, directory):
+  _stored_dtype(handles)
+  found = {
+      name: tuple(handle.get_slice(name).get_shape())
+      for name, handle in handles.items()
+  }
+  slots = layout.slots(config, layout.HF_NAMES)
+  head = layout.HF_NAMES["head/table"]
+  extra_head = config.tied_embeddings and found.pop(head, None) is not None
+  layout.check(
+      {name: slot.shape for name, slot in slots.items()}, found, str(directory)
+  )
+  embedding = layout.HF_NAMES["embed/table"]
+  if extra_head and not np.array_equal(
+      handles[head].get_tensor(head), handles[embedding].get_tensor(embedding)
+  ):
+    raise ValueError(
+        f"{directory}: config.json ties the head to the embedding, but {head} "
+        f"differs from {embedding}. Set tie_word_embeddings to false to use "
+        "the head, or delete it to use the embedding."
+    )
+
+
+def _text_side(directory, mapping) -> dict[str, Any]:
+  def optional(name):
+    if (directory / name).is_file():
+      return _read_json(directory, name)
+    return {}
+
+  generation = optional("generation_config.json")
+  stop_ids = generation.get("eos_token_id", mapping.get("eos_token_id"))
+  if stop_ids is None:
+    stop_ids = ()
+  elif isinstance(stop_ids, int):
+    stop_ids = (stop_ids,)
+  template = optional("tokenizer_config.json").get("chat_template")
+  if (directory / "chat_template.jinja").is_file():
+    template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+  elif isinstance(template, list):
+    # Several named templates; the one that applies without tools.
+    named = {entry["name"]: entry["template"] for entry in template}
+    template = named.get("default")
+  return {
+      "tokenizer": _tokenizer(directory / "tokenizer.json"),
+      "stop_ids": tuple(stop_ids),
+      "bos_id": generation.get("bos_token_id", mapping.get("bos_token_id")),
+      "chat_template": template,
+  }
+
+
+def _tokenizer(path):
+  if not path.is_file():
+    return None
+  try:
+    return tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # The library raises a bare Exception.
+    raise ValueError(f"{path} is not a tokenizer: {error}") from error
+
+
+def save_hf(
+    directory: str | os.PathLike,
+    config: config_lib.ModelConfig,
+    params: Mapping[str, Any],
+    *,
+    tokenizer: tokenizers.Tokenizer | None = None,
+    stop_ids: tuple[int, ...] = (),
+    bos_id: int | None = None,
+    chat_template: str | None = None,
+):
+  """Writes a directory that `load_hf` and transformers read.
+
+  `load_hf` of it gives bit-equal parameters. Everything is written under
+  temporary names and renamed at the end, so a save that fails leaves an earlier
+  export as it was. Files that this call has nothing for, such as the tokenizer
+  of an earlier export, are left alone. The host holds one copy of the
+  parameters while writing.
+
+  Args:
+    directory: created if absent.
+    config: of the model.
+    params: tree of `Decoder.init`; each tensor keeps its own dtype.
+    tokenizer: written as tokenizer.json with a tokenizer_config.json.
+    stop_ids: ids that end a response, for generation_config.json.
+    bos_id: id that begins a sequence.
+    chat_template: jinja source, for tokenizer_config.json.
+
+  Raises:
+    ValueError: no published family has the config; the tree does not fit it; an
+      id is outside the vocabulary; a chat template comes without a tokenizer;
+      or the directory holds a sharded export, which readers would mix with
+      this one.
+  """
+  directory = pathlib.Path(directory)
+  if (directory / _INDEX).exists():
+    raise ValueError(
+        f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
+        "delete that export first."
+    )
+  if chat_template is not None and tokenizer is None:
+    raise ValueError("A chat template is written with its tokenizer: pass it.")
+  pretrained_lib.check_ids(config, tokenizer, stop_ids, bos_id)
+  mapping = hf_config.config_to_hf(config)
+  tensors = dict(layout.unstack(config, layout.HF_NAMES, params))
+  stored = functools.reduce(
+      jnp.promote_types, sorted({t.dtype for t in tensors.values()}, key=str)
+  )
+  mapping["torch_dtype"] = str(stored)
+  ids = _id_fields(stop_ids, bos_id)
+  directory.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as name:
+    staged = pathlib.Path(name)
+    safetensors_numpy.save_file(
+        tensors, staged / _WEIGHTS, metadata={"format": "pt"}
+    )
+    _write_json(staged / "config.json", mapping | ids)
+    if ids:
+      _write_json(staged / "generation_config.json", ids)
+    if tokenizer is not None:
+      _write_tokenizer(staged, tokenizer, stop_ids, bos_id, chat_template)
+    # safetensors makes its file private to the owner, unlike those beside it.
+    (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
+    for path in sorted(staged.iterdir()):
+      os.replace(path, directory / path.name)
+
+
+def _id_fields(stop_ids, bos_id):
+  fields = {}
+  if bos_id is not None:
+    fields["bos_token_id"] = bos_id
+  if stop_ids:
+    fields["eos_token_id"] = (
+        stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
+    )
+  return fields
+
+
+def _write_tokenizer(staged, tokenizer, stop_ids, bos_id, chat_template):
+  tokenizer.save(str(staged / "tokenizer.json"))
+  fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
+  if bos_id is not None:
+    fields["bos_token"] = tokenizer.id_to_token(bos_id)
+  if stop_ids:
+    fields["eos_token"] = tokenizer.id_to_token(stop_ids[0])
+  if chat_template is not None:
+    fields["chat_template"] = chat_template
+  _write_json(staged / "tokenizer_config.json", fields)
+
+
+def _write_json(path, mapping):
+  path.write_text(json.dumps(mapping, indent=2) + "\n", encoding="utf-8")

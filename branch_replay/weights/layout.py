@@ -1,0 +1,237 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensor of a file is which parameter, and how layers are stacked.
+
+A file holds one [out, in] matrix per layer; a `Decoder` holds one [L, in, out]
+array per parameter. The tree of parameters is asked of the model itself, so
+that this module repeats no geometry.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from flax import traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import config as config_lib
+from branch_replay.models import decoder
+
+# Path of a parameter -> name of its tensor; {} is the layer.
+HF_NAMES = {
+    "embed/table": "model.embed_tokens.weight",
+    "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/project/query/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/project/query/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "layers/project/key/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/project/key/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "layers/project/value/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/project/value/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "layers/rotate/query_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "layers/rotate/key_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers/join/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/expand/norm/scale": (
+        "model.layers.{}.post_attention_layernorm.weight"
+    ),
+    "layers/expand/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/expand/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "layers/contract/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/table": "lm_head.weight",
+}
+
+GGUF_NAMES = {
+    "embed/table": "token_embd.weight",
+    "layers/project/norm/scale": "blk.{}.attn_norm.weight",
+    "layers/project/query/kernel": "blk.{}.attn_q.weight",
+    "layers/project/query/bias": "blk.{}.attn_q.bias",
+    "layers/project/key/kernel": "blk.{}.attn_k.weight",
+    "layers/project/key/bias": "blk.{}.attn_k.bias",
+    "layers/project/value/kernel": "blk.{}.attn_v.weight",
+    "layers/project/value/bias": "blk.{}.attn_v.bias",
+    "layers/rotate/query_norm/scale": "blk.{}.attn_q_norm.weight",
+    "layers/rotate/key_norm/scale": "blk.{}.attn_k_norm.weight",
+    "layers/join/output/kernel": "blk.{}.attn_output.weight",
+    "layers/expand/norm/scale": "blk.{}.ffn_norm.weight",
+    "layers/expand/gate/kernel": "blk.{}.ffn_gate.weight",
+    "layers/expand/up/kernel": "blk.{}.ffn_up.weight",
+    "layers/contract/down/kernel": "blk.{}.ffn_down.weight",
+    "final_norm/scale": "output_norm.weight",
+    "head/table": "output.weight",
+}
+
+
+class Slot(NamedTuple):
+  """Where one tensor of a file goes.
+
+  Attributes:
+    path: of the parameter, with slashes.
+    layer: index on its leading axis, or None for an unstacked parameter.
+    shape: that the tensor must have in the file.
+  """
+
+  path: str
+  layer: int | None
+  shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(config: config_lib.ModelConfig):
+  """Shapes of the parameters by path; their dtypes mean nothing."""
+  model = decoder.Decoder(dataclasses.replace(config, param_dtype="float32"))
+  variables = jax.eval_shape(
+      model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
+  )
+  return traverse_util.flatten_dict(variables["params"], sep="/")
+
+
+def slots(
+    config: config_lib.ModelConfig, names: Mapping[str, str]
+) -> dict[str, Slot]:
+  """Every tensor that a file of this config must hold.
+
+  Args:
+    config: of the model.
+    names: `HF_NAMES` or `GGUF_NAMES`.
+
+  Returns:
+    Slots by name of tensor, layers of a parameter next to each other.
+  """
+  wanted = {}
+  for path, leaf in _abstract(config).items():
+    stacked = path.startswith("layers/")
+    shape = leaf.shape[1:] if stacked else leaf.shape
+    if path.endswith("/kernel"):
+      shape = shape[::-1]
+    for layer in range(config.num_layers) if stacked else [None]:
+      wanted[names[path].format(layer)] = Slot(path, layer, shape)
+  return wanted
+
+
+def listed(names: Iterable[str], *, limit: int = 8) -> str:
+  """The first names in full and a count of the rest."""
+  names = sorted(names)
+  rest = len(names) - limit
+  shown = ", ".join(names[:limit])
+  return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def check(
+    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    source: str,
+):
+  """Raises ValueError naming missing, unexpected and misshapen tensors.
+
+  Args:
+    wanted: shape by name.
+    found: shape by name.
+    source: what is wrong, for the message.
+  """
+  problems = []
+  if missing := wanted.keys() - found.keys():
+    problems.append(f"missing {listed(missing)}")
+  if extra := found.keys() - wanted.keys():
+    problems.append(f"unexpected {listed(extra)}")
+  misshapen = [
+      f"{name} is {list(found[name])}, expected {list(shape)}"
+      for name, shape in wanted.items()
+      if name in found and tuple(found[name]) != tuple(shape)
+  ]
+  if misshapen:
+    problems.append(f"misshapen {listed(misshapen)}")
+  if problems:
+    raise ValueError(
+        f"{source} does not fit the model that its configuration describes: "
+        + "; ".join(problems)
+        + "."
+    )
+
+
+def stack(
+    config: config_lib.ModelConfig,
+    names: Mapping[str, str],
+    read: Callable[[str], np.ndarray],
+) -> dict:
+  """Reads every tensor once into the parameters of a `Decoder`.
+
+  One parameter is filled at a time, so the peak is the model and one parameter,
+  not two models.
+
+  Args:
+    config: of the model; parameters get its `param_dtype`.
+    names: `HF_NAMES` or `GGUF_NAMES`.
+    read: from name to tensor, in the file's layout and any float dtype.
+
+  Returns:
+    The parameter tree, on the default device.
+
+  Raises:
+    ValueError: `param_dtype` cannot hold a value, or needs jax_enable_x64.
+  """
+  dtype = jnp.dtype(config.param_dtype)
+  if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    raise ValueError(
+        f"Parameters of {dtype} need jax_enable_x64: set it, or pass "
+        "param_dtype='float32'."
+    )
+  by_path = {}
+  for name, slot in slots(config, names).items():
+    by_path.setdefault(slot.path, []).append((name, slot))
+  flat = {}
+  for path, tensors in by_path.items():
+    value = np.empty(_abstract(config)[path].shape, dtype)
+    for name, slot in tensors:
+      tensor = _cast(name, read(name), dtype)
+      target = value if slot.layer is None else value[slot.layer]
+      target[...] = tensor.T if path.endswith("/kernel") else tensor
+    flat[path] = jnp.asarray(value)
+  return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _cast(name, tensor, dtype):
+  if jnp.finfo(dtype).max >= jnp.finfo(tensor.dtype).max:
+    return tensor.astype(dtype, copy=False)
+  with np.errstate(over="ignore"):
+    cast = tensor.astype(dtype)
+  if np.any(np.isfinite(tensor) & ~np.isfinite(cast)):
+    raise ValueError(
+        f"{name} holds {np.max(np.abs(tensor.astype(np.float32)))}, beyond "
+        f"{dtype}: pass param_dtype='float32' or 'bfloat16'."
+    )
+  return cast
+
+
+def unstack(
+    config: config_lib.ModelConfig, names: Mapping[str, str], params: dict
+) -> Iterator[tuple[str, np.ndarray]]:
+  """The inverse of `stack`: tensors by name, in a file's layout.
+
+  Args:
+    config: of the model.
+    names: `HF_NAMES` or `GGUF_NAMES`.
+    params: the tree of a `Decoder`, or its gradient.
+
+  Yields:
+    (name, contiguous tensor) in the parameter's own dtype.
+
+  Raises:
+    ValueError: the tree is not that of the config.
+  """
+  flat = traverse_util.flatten_dict(params, sep="/")
+  check(
+      {path: leaf.shape for path, leaf in _abstract(config).items()},
+      {path: np.shape(leaf) for path, leaf in flat.items()},
+      "The parameter tree",
+  )
+  held, value = None, None
+  for name, slot in slots(config, names).items():
+    if slot.path != held:
+      held, value = slot.path, np.asarray(flat[slot.path])
+    tensor = value if slot.layer is None else value[slot.layer]
+    if slot.path.endswith("/kernel"):
+      tensor = tensor.T
+    yield name, np.ascontiguousarray(tensor)
