@@ -12,3 +12,52 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
   M  model width                  H  half of head_dim (RoPE)
   F  feed-forward width           B  positions in one attention tile
 """
+
+# isort: off
+from branch_replay.config import LinearScaling
+from branch_replay.config import Llama3Scaling
+from branch_replay.config import ModelConfig
+from branch_replay.config import YarnScaling
+from branch_replay.group import Group
+from branch_replay.group import stack
+from branch_replay.models.decoder import Decoder
+from branch_replay.prefix_replay import capture
+from branch_replay.prefix_replay import dense_log_probs
+from branch_replay.prefix_replay import extend
+from branch_replay.prefix_replay import log_probs
+from branch_replay.prefix_replay import replay
+from branch_replay.prefix_replay import value_and_grad
+from branch_replay.readout import LogProbs
+from branch_replay.rollout.sample import Law
+from branch_replay.rollout.sample import Rollout
+from branch_replay.rollout.sample import sample
+from branch_replay.schedule import Schedule
+from branch_replay.state import PrefixState
+from branch_replay.weights.gguf import load_gguf
+from branch_replay.weights.hf import load_hf
+from branch_replay.weights.hf import save_hf
+
+__all__ = [
+    "Decoder",
+    "Group",
+    "Law",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LogProbs",
+    "ModelConfig",
+    "PrefixState",
+    "Rollout",
+    "Schedule",
+    "YarnScaling",
+    "capture",
+    "dense_log_probs",
+    "extend",
+    "load_gguf",
+    "load_hf",
+    "log_probs",
+    "replay",
+    "sample",
+    "save_hf",
+    "stack",
+    "value_and_grad",
+]

@@ -17,7 +17,8 @@ its own. The derivation is in docs/mathematics.md.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax

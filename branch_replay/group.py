@@ -76,12 +76,14 @@ class Group:
         raise ValueError(f"{len(tails)} tails do not fit branches={branches}.")
       tails += [np.zeros(0, np.int64)] * (branches - len(tails))
     lengths = np.array([len(tail) for tail in tails], np.int32)
-    padded = np.zeros((len(tails), max(bucket(int(lengths.max())), 1)), np.int64)
+    width = max(bucket(int(lengths.max())), 1)
+    padded = np.zeros((len(tails), width), np.int64)
     for row, tail in zip(padded, tails, strict=True):
       row[: len(tail)] = tail
+    prompt = prompt.reshape(-1)
     length = prompt.size
-    prompt = np.pad(prompt.reshape(-1), (0, bucket(length - 1) + 1 - length)) \
-        if length else prompt
+    room = bucket(length - 1) + 1 if length else 0
+    prompt = np.pad(prompt, (0, room - length))
     group = cls(prompt, np.int32(length), padded, lengths)
     check(group, config)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), group)

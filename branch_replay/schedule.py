@@ -3,7 +3,8 @@
 """How a group is scheduled: chunk sizes, branches at a time, what is kept."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
+from typing import get_args
 
 import jax.numpy as jnp
 

@@ -10,7 +10,8 @@ fresh cotangent of the size of the state for every segment.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -82,22 +83,44 @@ def _stage(config, kind, params, name):
   )
 
 
-def _layer_forward(config, params, x_GTM, layer, context: Context):
-  """(y_GTM, (q, k, v), stages) of one layer."""
+def layer_forward(config, params, x_GTM, positions_GT, attend):
+  """One layer around a caller's attention.
+
+  Args:
+    config: geometry.
+    params: of the layer.
+    x_GTM: its input.
+    positions_GT: i32 absolute positions.
+    attend: (q_KGRTD, k_KGTD, v_KGTD) -> (out_KGRTD, anything).
+
+  Returns:
+    y_GTM, the "anything", and the projected and expanded activations.
+  """
   def run(kind, name, *inputs):
     stage, stage_params = _stage(config, kind, params, name)
     return stage(stage_params, *inputs)
 
   projected = run(layers.Project, "project", x_GTM)
-  q, k, v = run(layers.Rotate, "rotate", *projected, context.positions_GT)
-  out, lse = attention.forward(
-      q, k, v, context.prefix, layer, context.prefix_length,
-      context.lengths_G,
-  )
+  out, extra = attend(*run(layers.Rotate, "rotate", *projected, positions_GT))
   h_GTM = run(layers.Join, "join", x_GTM, out)
   expanded = run(layers.Expand, "expand", h_GTM)
   y_GTM = run(layers.Contract, "contract", h_GTM, *expanded)
-  return y_GTM, (q, k, v), _Stages(projected, out, lse, h_GTM, expanded)
+  return y_GTM, extra, (projected, out, h_GTM, expanded)
+
+
+def _replay_layer(config, params, x_GTM, layer, context: Context):
+  """(y_GTM, (k, v), stages) of one layer on top of a prefix."""
+  def attend(q, k, v):
+    out, lse = attention.forward(
+        q, k, v, context.prefix, layer, context.prefix_length,
+        context.lengths_G,
+    )
+    return out, (lse, k, v)
+
+  y_GTM, (lse, k, v), (projected, out, h_GTM, expanded) = layer_forward(
+      config, params, x_GTM, context.positions_GT, attend
+  )
+  return y_GTM, (k, v), _Stages(projected, out, lse, h_GTM, expanded)
 
 
 def _layer_backward(
@@ -110,7 +133,7 @@ def _layer_backward(
   """
   x_GTM, stages = kept
   if stages is None:
-    _, _, stages = _layer_forward(config, params, x_GTM, layer, context)
+    _, _, stages = _replay_layer(config, params, x_GTM, layer, context)
   projected, out, lse, h_GTM, expanded = stages
   grads = {}
 
@@ -181,13 +204,13 @@ def forward(
   """
   def step(x_GTM, inputs):
     layer, params = inputs
-    y_GTM, (_, k, v), stages = _layer_forward(
+    y_GTM, new, stages = _replay_layer(
         config, layout.gather(params), x_GTM, layer, context
     )
     kept = {
         None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
     }[keep]
-    return y_GTM, ((k, v) if present else None, kept)
+    return y_GTM, (new if present else None, kept)
 
   numbered = jnp.arange(config.num_layers), layer_params
   y_GTM, (present_LKGTD, kept) = lax.scan(step, x_GTM, numbered)

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from branch_replay.ops import rope
-from branch_replay.weights import gguf, hf, hf_config, layout
+from branch_replay.weights import gguf
+from branch_replay.weights import hf
+from branch_replay.weights import hf_config
+from branch_replay.weights import layout
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 MODELS = ("llama_llama3", "llama_yarn", "llama_linear", "qwen2", "qwen3")

@@ -14,7 +14,10 @@ import pytest
 
 from branch_replay import config as config_lib
 from branch_replay.ops import rope
-from branch_replay.weights import chat, gguf, gguf_tokenizer, layout
+from branch_replay.weights import chat
+from branch_replay.weights import gguf
+from branch_replay.weights import gguf_tokenizer
+from branch_replay.weights import layout
 
 CONFIG = config_lib.ModelConfig(
     vocab_size=272, width=32, num_layers=2, num_heads=4, num_kv_heads=2,

@@ -14,7 +14,9 @@ import tokenizers
 
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
-from branch_replay.weights import chat, hf, layout
+from branch_replay.weights import chat
+from branch_replay.weights import hf
+from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
 
 CONFIG = config_lib.ModelConfig(

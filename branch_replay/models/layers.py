@@ -7,6 +7,9 @@ stage is an elementwise prologue followed by at most one linear map, and the
 cotangent of a linear map does not need its output. So a backward pass that is
 given the *inputs* of the stages recomputes no matrix product: they are exactly
 what the engine keeps.
+
+Linear maps are applied to rows, [G·T, ...]: with two leading axes XLA's CPU
+backend transposes the cotangent in memory before it forms a kernel gradient.
 """
 
 import flax.linen as nn
@@ -34,6 +37,7 @@ class RMSNorm(nn.Module):
     wide = x.astype(config_lib.at_least_float32(x.dtype))
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(variance + self.epsilon)
+    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -69,22 +73,26 @@ def _linear(
   )
 
 
+def _rows(x_GTM):
+  return x_GTM.reshape(-1, x_GTM.shape[-1])
+
+
 class Project(nn.Module):
-  """x_GTM ↦ unrotated queries, keys and values, [G, T, heads · D]."""
+  """x_GTM ↦ unrotated queries, keys and values, [G·T, heads · D]."""
 
   config: config_lib.ModelConfig
 
   @nn.compact
   def __call__(self, x_GTM):
     config = self.config
-    normed = _norm(config, "norm")(x_GTM)
+    normed_NM = _rows(_norm(config, "norm")(x_GTM))
     widths = {
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
         "value": config.num_kv_heads * config.head_dim,
     }
     return tuple(
-        _linear(config, width, name, config.qkv_bias)(normed)
+        _linear(config, width, name, config.qkv_bias)(normed_NM)
         for name, width in widths.items()
     )
 
@@ -131,22 +139,23 @@ class Join(nn.Module):
   @nn.compact
   def __call__(self, x_GTM, out_KGRTD):
     out_GTKRD = out_KGRTD.transpose(1, 3, 0, 2, 4)
-    flat = out_GTKRD.reshape(*x_GTM.shape[:2], -1)
-    return x_GTM + _linear(self.config, self.config.width, "output")(flat)
+    flat_NM = out_GTKRD.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
+    joined_NM = _linear(self.config, self.config.width, "output")(flat_NM)
+    return x_GTM + joined_NM.reshape(x_GTM.shape)
 
 
 class Expand(nn.Module):
-  """h_GTM ↦ gate and up projections of the feed-forward, each [G, T, F]."""
+  """h_GTM ↦ gate and up projections of the feed-forward, [G·T, F]."""
 
   config: config_lib.ModelConfig
 
   @nn.compact
   def __call__(self, h_GTM):
     config = self.config
-    normed = _norm(config, "norm")(h_GTM)
+    normed_NM = _rows(_norm(config, "norm")(h_GTM))
     return (
-        _linear(config, config.ffn_width, "gate")(normed),
-        _linear(config, config.ffn_width, "up")(normed),
+        _linear(config, config.ffn_width, "gate")(normed_NM),
+        _linear(config, config.ffn_width, "up")(normed_NM),
     )
 
 
@@ -156,9 +165,9 @@ class Contract(nn.Module):
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, h_GTM, gate_GTF, up_GTF):
+  def __call__(self, h_GTM, gate_NF, up_NF):
     down = _linear(self.config, self.config.width, "down")
-    return h_GTM + down(nn.silu(gate_GTF) * up_GTF)
+    return h_GTM + down(nn.silu(gate_NF) * up_NF).reshape(h_GTM.shape)
 
 
 class Block(nn.Module):

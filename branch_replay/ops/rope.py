@@ -78,9 +78,7 @@ def _yarn_attention_factor(scaling):
   return temperature(1.0)
 
 
-def rotate(
-    x_GTND, positions_GT, *, theta: float, scaling=None
-):
+def rotate(x_GTND, positions_GT, *, theta: float, scaling=None):
   """Rotates each head's two halves by position · frequency.
 
   (x₁, x₂) ↦ (x₁ cos φ − x₂ sin φ, x₂ cos φ + x₁ sin φ), φ = tθᵢ, where x₁ and
@@ -101,9 +99,8 @@ def rotate(
   chex.assert_rank([x_GTND, positions_GT], [4, 2])
   dtype = config_lib.at_least_float32(x_GTND.dtype)
   inverse_H, factor = frequencies(x_GTND.shape[-1], theta, scaling)
-  angle_GTH = positions_GT[..., None].astype(dtype) * jnp.asarray(
-      inverse_H, dtype
-  )
+  inverse_GTH = jnp.asarray(inverse_H, dtype)[None, None]
+  angle_GTH = positions_GT[..., None].astype(dtype) * inverse_GTH
   cos_GTNH = (jnp.cos(angle_GTH) * factor)[:, :, None, :]
   sin_GTNH = (jnp.sin(angle_GTH) * factor)[:, :, None, :]
   first, second = jnp.split(x_GTND.astype(dtype), 2, axis=-1)

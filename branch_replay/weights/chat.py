@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat messages to text through a model's own template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jinja2
 from jinja2 import sandbox

@@ -11,7 +11,9 @@ import gguf as gguf_format
 import numpy as np
 
 from branch_replay.models import decoder
-from branch_replay.weights import gguf_config, gguf_tokenizer, layout
+from branch_replay.weights import gguf_config
+from branch_replay.weights import gguf_tokenizer
+from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
 
 _ROPE_FACTORS = "rope_freqs.weight"

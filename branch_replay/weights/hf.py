@@ -19,7 +19,8 @@ import tokenizers
 
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
-from branch_replay.weights import hf_config, layout
+from branch_replay.weights import hf_config
+from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
 
 _WEIGHTS = "model.safetensors"

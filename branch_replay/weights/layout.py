@@ -7,7 +7,10 @@ array per parameter. The tree of parameters is asked of the model itself, so
 that this module repeats no geometry.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import NamedTuple

@@ -12,6 +12,7 @@ import numpy as np
 
 from branch_replay import engine
 from branch_replay import group as group_lib
+from branch_replay import passes
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
@@ -24,6 +25,7 @@ def capture(
     params,
     prompt,
     *,
+    capacity: int | None = None,
     schedule: Schedule = Schedule(),
     keep: bool = False,
     version=None,
@@ -37,6 +39,8 @@ def capture(
     model: the decoder.
     params: its parameters.
     prompt: a `Group`, or the ids of a prompt.
+    capacity: positions to make room for, at least those of the prefix, if the
+      state is to be extended; None for the prefix alone.
     schedule: chunk size and layout.
     keep: whether the state keeps its activations, so that the prefix pass does
       not run the prefix again.
@@ -56,7 +60,17 @@ def capture(
   task = engine.Task(
       model, schedule=dataclasses.replace(schedule, activations=policy)
   )
-  return _capture(task, params, prompt, version)
+  if capacity is not None:
+    length = prompt.prompt_length - 1
+    if group_lib.is_concrete(length) and capacity < int(length):
+      raise ValueError(
+          f"capacity={capacity} is less than the prefix of {length} positions."
+      )
+    more = max(0, capacity + 1 - prompt.prompt.shape[0])
+    prompt = dataclasses.replace(
+        prompt, prompt=jnp.pad(prompt.prompt, (0, more))
+    )
+  return passes.capture(task, params, prompt, version)
 
 
 def replay(
@@ -194,108 +208,43 @@ def value_and_grad(
         raise ValueError("state= takes one group; stacked groups have several.")
       _check_state(task, state, group)
       _check_version(state, params, None)
-    return _value_and_grad(task, loss, params, group, args, state)
+    return passes.value_and_grad(task, loss, params, group, args, state)
 
   return run
 
 
-# Below, everything is under jit with the task as its static argument: another
-# prefix length in the same bucket, other tokens, other parameters do not
-# compile again.
+def extend(
+    model: decoder.Decoder, params, state: state_lib.PrefixState, tokens
+) -> state_lib.PrefixState:
+  """Appends tokens to a state that has room for them.
 
+  Args:
+    model: the decoder.
+    params: the parameters the state was captured under.
+    state: captured with `capacity` to spare; what it keeps is dropped.
+    tokens: ids.
 
-@functools.partial(jax.jit, static_argnums=0)
-def _capture(task: engine.Task, params, group, version=None):
-  """The prefix state of one group, without checks."""
-  positions = group.prompt.shape[0] - 1
-  chunks = task.chunks(positions)
-  length = group.prompt_length - 1
-  if version is None:
-    version = state_lib.fingerprint(params)
-  state = dataclasses.replace(
-      state_lib.empty(task.config, chunks.capacity, version),
-      tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
-  )
-  keep = "stages" if task.schedule.activations == "keep" else None
+  Returns:
+    The longer state; `state` itself is unchanged.
 
-  def push(index, carry):
-    state, buffers = carry
-    mixer, kept = engine.push_chunk(task, params, state, index, keep=keep)
-    buffers = jax.tree.map(
-        lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, index, 0),
-        buffers, kept,
+  Raises:
+    ValueError: no room, ids outside the vocabulary, more positions than the
+      model has, or other parameters; nothing has been overwritten then.
+  """
+  tokens = np.asarray(tokens, np.int32).reshape(-1)
+  length = int(state.length) + tokens.size
+  group_lib.check_tokens(tokens, model.config, "tokens")
+  group_lib.check_positions(length, model.config)
+  _check_version(state, params, None)
+  if length > state.capacity:
+    raise ValueError(
+        f"The state is full: {int(state.length)} of {state.capacity} positions "
+        f"are taken and {tokens.size} more do not fit. Capture it with "
+        f"capacity={length} or more."
     )
-    return dataclasses.replace(state, mixer=mixer), buffers
-
-  if chunks.count == 1:  # what is kept is then the buffer, without a copy
-    mixer, kept = engine.push_chunk(task, params, state, 0, keep=keep)
-    state = dataclasses.replace(state, mixer=mixer)
-    kept = jax.tree.map(lambda x: x[None], kept)
-  elif chunks.count:
-    kept = jax.tree.map(
-        lambda x: jnp.zeros((chunks.count, *x.shape), x.dtype),
-        jax.eval_shape(
-            lambda: engine.push_chunk(task, params, state, 0, keep=keep)[1]
-        ),
-    )
-    state, kept = lax.fori_loop(
-        0, _used(length, chunks), push, (state, kept)
-    )
-  else:
-    kept = None
-  return dataclasses.replace(state, length=length, kept=kept)
-
-
-def _used(length, chunks: state_lib.Chunks):
-  """Chunks that hold the first `length` positions."""
-  return (length + chunks.size - 1) // chunks.size
-
-
-def _prefix_pass(task: engine.Task, params, grads, accumulator, state):
-  """Pops every chunk, last to first."""
-  chunks = task.chunks(state.capacity)
-  if not chunks.count:
-    return grads
-  used = _used(state.length, chunks)
-
-  def pop(step, carry):
-    grads, accumulator = carry
-    index = used - 1 - step
-    kept = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
-        state.kept,
-    )
-    return engine.pop_chunk(
-        task, params, grads, accumulator, state, index, kept
-    )
-
-  if chunks.count == 1:
-    kept = jax.tree.map(lambda x: x[0], state.kept)
-    return engine.pop_chunk(
-        task, params, grads, accumulator, state, 0, kept
-    )[0]
-  return lax.fori_loop(0, used, pop, (grads, accumulator))[0]
-
-
-def _accumulator(task: engine.Task, state):
-  if task.prefix_gradient != "exact":
-    return None
-  capacity = task.chunks(state.capacity).capacity
-  return state_lib.accumulator(task.config, capacity)
-
-
-def _gradient(
-    task, params, grads, group, state, cotangent, args=(), kept=(None, None)
-):
-  """Adds the gradient of one group; the schedule of all modes but capture."""
-  exact = task.prefix_gradient == "exact"
-  accumulator = _accumulator(task, state) if exact else None
-  grads, accumulator, outputs, extra = engine.visit_branches(
-      task, params, grads, accumulator, state, group, cotangent, args, kept
-  )
-  if exact:
-    grads = _prefix_pass(task, params, grads, accumulator, state)
-  return grads, outputs, extra
+  room = group_lib.bucket(tokens.size)
+  tokens = jnp.asarray(np.pad(tokens, (0, room - tokens.size)))
+  return passes.extend(model, params, state, tokens, jnp.int32(length))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -317,7 +266,7 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
   good = True
   if state is not None and not allow_stale:
     good = _check_version(state, params, version)
-  outputs, state, kept = _forward(task, keep, params, group, state)
+  outputs, state, kept = passes.forward(task, keep, params, group, state)
   if good is not True:
     outputs = jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), outputs)
   return outputs, state, kept
@@ -325,62 +274,10 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
 
 def _replay_backward(task, allow_stale, residuals, d_outputs):
   del allow_stale
-  return _backward(task, *residuals, d_outputs), None, None, None
+  return passes.backward(task, *residuals, d_outputs), None, None, None
 
 
 _replay.defvjp(_replay_forward, _replay_backward)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(task, keep, params, group, state):
-  if state is None and task.prefix_gradient != "full":
-    state = _capture(_capture_task(task, keep), params, group)
-  outputs, kept = engine.run_branches(task, params, state, group, keep=keep)
-  return outputs, state, kept
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(task, params, group, state, kept, d_outputs):
-  grads, _, _ = _gradient(
-      task, params, engine.zero_grads(params), group, state,
-      lambda _, d_outputs: (d_outputs, None), (d_outputs,), kept,
-  )
-  return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _value_and_grad(task, loss, params, group, args, state):
-  def cotangent(outputs, *args):
-    value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
-    (d_outputs,) = pull(jnp.ones_like(value))
-    return d_outputs, value
-
-  def one(grads, inputs, state=None):
-    group, args = inputs
-    if state is None and task.prefix_gradient != "full":
-      keep = task.schedule.activations == "keep"
-      state = _capture(_capture_task(task, keep), params, group)
-    grads, outputs, (whole, rest) = _gradient(
-        task, params, grads, group, state, cotangent, args
-    )
-    value = jnp.sum(whole) + (0 if rest is None else rest)
-    return grads, (value, outputs)
-
-  grads = engine.zero_grads(params)
-  if group.prompt.ndim == 1:
-    grads, (value, outputs) = one(grads, (group, args), state)
-  else:
-    grads, (values, outputs) = lax.scan(one, grads, (group, args))
-    value = jnp.sum(values)
-  return (value, outputs), grads
-
-
-def _capture_task(task: engine.Task, keep: bool) -> engine.Task:
-  keep = keep and task.prefix_gradient == "exact"
-  schedule = dataclasses.replace(
-      task.schedule, activations="keep" if keep else "recompute"
-  )
-  return engine.Task(task.model, schedule=schedule)
 
 
 def _task(model, group, readout, prefix_gradient, schedule) -> engine.Task:
@@ -391,10 +288,28 @@ def _task(model, group, readout, prefix_gradient, schedule) -> engine.Task:
   return dataclasses.replace(task, schedule=settled)
 
 
+def check_state(state, params, group):
+  """Raises ValueError for a state of another prompt or other parameters."""
+  _check_prompt(state, group)
+  _check_version(state, params, None)
+
+
 def _check_state(task, state, group):
-  """Raises ValueError for a state that is not of this group's prompt."""
+  """Raises ValueError for a state this task cannot replay."""
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
+  _check_prompt(state, group)
+  if state.kept is not None:
+    kept = state.kept.x_GTM.shape
+    if (kept[0], kept[3]) != task.chunks(state.capacity):
+      raise ValueError(
+          f"The state keeps chunks of {kept[3]} positions; chunk_size="
+          f"{task.schedule.chunk_size} asks for others. Use one schedule for "
+          "both, or capture with keep=False."
+      )
+
+
+def _check_prompt(state, group):
   if not group_lib.is_concrete((state.tokens, state.length, group)):
     return
   length = int(group.prompt_length) - 1
@@ -406,14 +321,6 @@ def _check_state(task, state, group):
         f"The state holds {int(state.length)} positions of another prompt: "
         f"this group's prefix has {length}. Capture it for this group."
     )
-  if state.kept is not None:
-    kept = state.kept.x_GTM.shape
-    if (kept[0], kept[3]) != task.chunks(state.capacity):
-      raise ValueError(
-          f"The state keeps chunks of {kept[3]} positions; chunk_size="
-          f"{task.schedule.chunk_size} asks for others. Use one schedule for "
-          "both, or capture with keep=False."
-      )
 
 
 def _check_version(state, params, version):

@@ -1,0 +1,244 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The four loops of replay attention: prefix and segment, there and back.
+
+Queries come scaled by 1/√D; everything accumulates in at least float32. Loops
+over heads, rows and columns are explicit, so that one score tile lives at a
+time and trip counts follow the prefix length and stop at the diagonal.
+
+Source: Dao 2023, https://arxiv.org/abs/2307.08691.
+"""
+
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.ops import tiling
+
+
+def finite(top):
+  """The shift of a softmax: 0 where every score is −∞."""
+  return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def normalized(top, total, weighted):
+  """(out, lse) of an online softmax; (0, −∞) where nothing was seen."""
+  empty = total == 0
+  safe = jnp.where(empty, 1.0, total)
+  return (
+      weighted / safe[..., None],
+      jnp.where(empty, -jnp.inf, top + jnp.log(safe)),
+  )
+
+
+def _dot(a, b, contract, dtype):
+  """Matrix product over one axis of each operand, accumulated in `dtype`."""
+  axes = ((contract[0],), (contract[1],)), ((), ())
+  return lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+
+def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
+  """Adds one tile of keys to an online softmax over rows."""
+  top_N, total_N, weighted_ND = carry
+  dtype = total_N.dtype
+  scores = _dot(q_ND, k_BD, (1, 1), dtype)
+  scores = jnp.where(seen, scores, -jnp.inf)
+  new_top_N = jnp.maximum(top_N, jnp.max(scores, axis=-1))
+  shift_N = finite(new_top_N)
+  probs = jnp.exp(scores - shift_N[:, None])
+  decay_N = jnp.exp(top_N - shift_N)
+  return (
+      new_top_N,
+      total_N * decay_N + jnp.sum(probs, axis=-1),
+      weighted_ND * decay_N[:, None]
+      + _dot(probs.astype(v_BD.dtype), v_BD, (1, 0), dtype),
+  )
+
+
+def _cotangent_tile(d_out_ND, q_ND, lse_N, delta_N, k_BD, v_BD, seen):
+  """(dq, dk, dv) that one tile of rows and keys contributes."""
+  dtype = lse_N.dtype
+  scores = _dot(q_ND, k_BD, (1, 1), dtype)
+  probs = jnp.where(seen, jnp.exp(scores - lse_N[:, None]), 0)
+  d_probs = _dot(d_out_ND, v_BD, (1, 1), dtype)
+  d_scores = (probs * (d_probs - delta_N[:, None])).astype(q_ND.dtype)
+  return (
+      _dot(d_scores, k_BD, (1, 0), dtype),
+      _dot(d_scores, q_ND, (0, 0), dtype),
+      _dot(probs.astype(d_out_ND.dtype), d_out_ND, (0, 0), dtype),
+  )
+
+
+def _empty_softmax(rows, head_dim, dtype):
+  return (
+      jnp.full((rows,), -jnp.inf, dtype),
+      jnp.zeros((rows,), dtype),
+      jnp.zeros((rows, head_dim), dtype),
+  )
+
+
+def prefix_forward(q_KND, prefix, layer, prefix_length):
+  """(out_KND, lse_KN) of rows against the first positions of a prefix."""
+  heads, rows, head_dim = q_KND.shape
+  dtype = config_lib.at_least_float32(q_KND.dtype)
+  row = tiling.even(rows, tiling.FORWARD_ROWS)
+  column = tiling.Columns(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
+  q_KND = tiling.pad(q_KND, 1, row.padded)
+  columns = column.count(prefix_length)
+
+  def visit(index, outputs):
+    head, start = index // row.count, index % row.count * row.size
+    q_ND = tiling.read(q_KND, (head, start), row.size)
+
+    def tile(j, carry):
+      k_BD, v_BD = column.read(prefix, (layer, head), j)
+      return _softmax_tile(
+          carry, q_ND, k_BD, v_BD, column.seen(j, prefix_length)
+      )
+
+    carry = _empty_softmax(row.size, head_dim, dtype)
+    out, lse = normalized(*lax.fori_loop(0, columns, tile, carry))
+    return (
+        tiling.write(outputs[0], (head, start), out),
+        tiling.write(outputs[1], (head, start), lse),
+    )
+
+  shape = (heads, row.padded)
+  outputs = jnp.zeros((*shape, head_dim), dtype), jnp.zeros(shape, dtype)
+  out, lse = lax.fori_loop(0, heads * row.count, visit, outputs)
+  return out[:, :rows], lse[:, :rows]
+
+
+def prefix_backward(
+    d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
+    accumulator,
+):
+  """dq_KND, and the accumulator with the prefix's cotangents added.
+
+  With an accumulator of None the products for keys and values are dead code.
+  """
+  heads, rows, head_dim = q_KND.shape
+  dtype = lse_KN.dtype
+  row = tiling.even(rows, tiling.BACKWARD_ROWS)
+  column = tiling.Columns(prefix[0].shape[2], tiling.BACKWARD_COLUMNS)
+  d_out_KND = tiling.pad(d_out_KND, 1, row.padded)
+  q_KND = tiling.pad(q_KND, 1, row.padded)
+  lse_KN = tiling.pad(lse_KN, 1, row.padded, value=jnp.inf)
+  delta_KN = tiling.pad(delta_KN, 1, row.padded)
+  columns = column.count(prefix_length)
+
+  def visit(index, carry):
+    dq_KND, accumulator = carry
+    head, j = index // columns, index % columns
+    k_BD, v_BD = column.read(prefix, (layer, head), j)
+    seen = column.seen(j, prefix_length)
+
+    def tile(i, carry):
+      dq_KND, dk_BD, dv_BD = carry
+      at = head, i * row.size
+      dq, dk, dv = _cotangent_tile(
+          *(tiling.read(x, at, row.size) for x in (d_out_KND, q_KND)),
+          *(tiling.read(x, at, row.size) for x in (lse_KN, delta_KN)),
+          k_BD, v_BD, seen,
+      )
+      dq_KND = tiling.add(dq_KND, at, dq)
+      if accumulator is None:
+        return dq_KND, dk_BD, dv_BD
+      return dq_KND, dk_BD + dk, dv_BD + dv
+
+    zeros = jnp.zeros((column.size, head_dim), dtype)
+    dq_KND, dk_BD, dv_BD = lax.fori_loop(
+        0, row.count, tile, (dq_KND, zeros, zeros)
+    )
+    if accumulator is not None:
+      accumulator = column.add(accumulator, (layer, head), j, (dk_BD, dv_BD))
+    return dq_KND, accumulator
+
+  carry = jnp.zeros((heads, row.padded, head_dim), dtype), accumulator
+  dq_KND, accumulator = lax.fori_loop(0, heads * columns, visit, carry)
+  return dq_KND[:, :rows], accumulator
+
+
+def segment_forward(q_KGRTD, k_KGTD, v_KGTD):
+  """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves."""
+  heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
+  dtype = config_lib.at_least_float32(q_KGRTD.dtype)
+  grid = tiling.causal(
+      tokens, repeats, tiling.FORWARD_ROWS, tiling.FORWARD_COLUMNS
+  )
+  q_KGRTD = tiling.pad(q_KGRTD, 3, grid.padded)
+  k_KGTD, v_KGTD = (tiling.pad(x, 2, grid.padded) for x in (k_KGTD, v_KGTD))
+
+  def visit(index, outputs):
+    head, branch, i = grid.unravel(index, branches)
+    q_ND = grid.rows(q_KGRTD, head, branch, i)
+
+    def tile(j, carry):
+      at = head, branch, j * grid.column
+      k_BD = tiling.read(k_KGTD, at, grid.column)
+      v_BD = tiling.read(v_KGTD, at, grid.column)
+      return _softmax_tile(carry, q_ND, k_BD, v_BD, grid.seen(i, j))
+
+    carry = _empty_softmax(q_ND.shape[0], head_dim, dtype)
+    columns = i // grid.rows_per_column + 1  # stops at the diagonal
+    out, lse = normalized(*lax.fori_loop(0, columns, tile, carry))
+    return (
+        grid.write_rows(outputs[0], head, branch, i, out),
+        grid.write_rows(outputs[1], head, branch, i, lse),
+    )
+
+  shape = (heads, branches, repeats, grid.padded)
+  outputs = jnp.zeros((*shape, head_dim), dtype), jnp.zeros(shape, dtype)
+  total = heads * branches * grid.row_count
+  out, lse = lax.fori_loop(0, total, visit, outputs)
+  return out[:, :, :, :tokens], lse[:, :, :, :tokens]
+
+
+def segment_backward(d_out, q_KGRTD, k_KGTD, v_KGTD, lse, delta):
+  """(dq, dk, dv) of the segment part, from the merged lse and delta."""
+  heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
+  dtype = lse.dtype
+  grid = tiling.causal(
+      tokens, repeats, tiling.BACKWARD_ROWS, tiling.BACKWARD_COLUMNS
+  )
+  d_out, q_KGRTD, delta = (
+      tiling.pad(x, 3, grid.padded) for x in (d_out, q_KGRTD, delta)
+  )
+  lse = tiling.pad(lse, 3, grid.padded, value=jnp.inf)
+  k_KGTD, v_KGTD = (tiling.pad(x, 2, grid.padded) for x in (k_KGTD, v_KGTD))
+  columns = grid.padded // grid.column
+
+  def visit(index, carry):
+    dq, dk, dv = carry
+    head, branch = index // (branches * columns), index // columns % branches
+    j = index % columns
+    at = head, branch, j * grid.column
+    k_BD = tiling.read(k_KGTD, at, grid.column)
+    v_BD = tiling.read(v_KGTD, at, grid.column)
+
+    def tile(i, carry):
+      dq, dk_BD, dv_BD = carry
+      where = head, branch, i
+      dq_ND, dk_tile, dv_tile = _cotangent_tile(
+          *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
+          k_BD, v_BD, grid.seen(i, j),
+      )
+      old = grid.rows(dq, *where)
+      dq = grid.write_rows(dq, *where, old + dq_ND)
+      return dq, dk_BD + dk_tile, dv_BD + dv_tile
+
+    zeros = jnp.zeros((grid.column, head_dim), dtype)
+    first = j * grid.rows_per_column  # rows above the diagonal see nothing
+    dq, dk_BD, dv_BD = lax.fori_loop(
+        first, grid.row_count, tile, (dq, zeros, zeros)
+    )
+    return dq, tiling.write(dk, at, dk_BD), tiling.write(dv, at, dv_BD)
+
+  carry = (
+      jnp.zeros(q_KGRTD.shape, dtype),
+      jnp.zeros(k_KGTD.shape, dtype),
+      jnp.zeros(v_KGTD.shape, dtype),
+  )
+  total = heads * branches * columns
+  dq, dk, dv = lax.fori_loop(0, total, visit, carry)
+  return dq[:, :, :, :tokens], dk[:, :, :tokens], dv[:, :, :tokens]

@@ -1,0 +1,186 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whole passes under jit, with the task as their static argument.
+
+Another prefix length in the same bucket, other tokens, other parameters do not
+compile again. What a caller may get wrong is checked in `prefix_replay`,
+outside.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import engine
+from branch_replay import segment
+from branch_replay import state as state_lib
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def capture(task: engine.Task, params, group, version=None):
+  """The prefix state of one group, without checks."""
+  positions = group.prompt.shape[0] - 1
+  chunks = task.chunks(positions)
+  length = group.prompt_length - 1
+  if version is None:
+    version = state_lib.fingerprint(params)
+  state = dataclasses.replace(
+      state_lib.empty(task.config, chunks.capacity, version),
+      tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
+  )
+  keep = "stages" if task.schedule.activations == "keep" else None
+
+  def push(index, carry):
+    state, buffers = carry
+    mixer, kept = engine.push_chunk(task, params, state, index, keep=keep)
+    buffers = jax.tree.map(
+        lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, index, 0),
+        buffers, kept,
+    )
+    return dataclasses.replace(state, mixer=mixer), buffers
+
+  if chunks.count == 1:  # what is kept is then the buffer, without a copy
+    mixer, kept = engine.push_chunk(task, params, state, 0, keep=keep)
+    state = dataclasses.replace(state, mixer=mixer)
+    kept = jax.tree.map(lambda x: x[None], kept)
+  elif chunks.count:
+    kept = jax.tree.map(
+        lambda x: jnp.zeros((chunks.count, *x.shape), x.dtype),
+        jax.eval_shape(
+            lambda: engine.push_chunk(task, params, state, 0, keep=keep)[1]
+        ),
+    )
+    state, kept = lax.fori_loop(
+        0, _used(length, chunks), push, (state, kept)
+    )
+  else:
+    kept = None
+  return dataclasses.replace(state, length=length, kept=kept)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def extend(model, params, state, tokens, length):
+  """Appends padded tokens; what lies past `length` is dropped."""
+  positions = state.length + jnp.arange(tokens.shape[0])
+  context = segment.Context(state.mixer, state.length, positions[None])
+  _, present, _ = segment.forward(
+      model.config, params["layers"],
+      segment.embed(model, params, tokens[None]), context,
+      layout=segment.Layout(), keep=None, present=True,
+  )
+  at = jnp.where(positions < length, positions, state.capacity)
+  mixer = tuple(
+      x.at[:, :, at].set(new[:, :, 0], mode="drop")
+      for x, new in zip(state.mixer, present, strict=True)
+  )
+  return dataclasses.replace(
+      state, mixer=mixer, length=length, kept=None,
+      tokens=state.tokens.at[at].set(tokens, mode="drop"),
+  )
+
+
+def _used(length, chunks: state_lib.Chunks):
+  """Chunks that hold the first `length` positions."""
+  return (length + chunks.size - 1) // chunks.size
+
+
+def _prefix_pass(task: engine.Task, params, grads, accumulator, state):
+  """Pops every chunk, last to first."""
+  chunks = task.chunks(state.capacity)
+  if not chunks.count:
+    return grads
+  used = _used(state.length, chunks)
+
+  def pop(step, carry):
+    grads, accumulator = carry
+    index = used - 1 - step
+    kept = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
+        state.kept,
+    )
+    return engine.pop_chunk(
+        task, params, grads, accumulator, state, index, kept
+    )
+
+  if chunks.count == 1:
+    kept = jax.tree.map(lambda x: x[0], state.kept)
+    return engine.pop_chunk(
+        task, params, grads, accumulator, state, 0, kept
+    )[0]
+  return lax.fori_loop(0, used, pop, (grads, accumulator))[0]
+
+
+def _accumulator(task: engine.Task, state):
+  if task.prefix_gradient != "exact":
+    return None
+  capacity = task.chunks(state.capacity).capacity
+  return state_lib.accumulator(task.config, capacity)
+
+
+def _gradient(
+    task, params, grads, group, state, cotangent, args=(), kept=(None, None)
+):
+  """Adds the gradient of one group; the schedule of all modes but capture."""
+  exact = task.prefix_gradient == "exact"
+  accumulator = _accumulator(task, state) if exact else None
+  grads, accumulator, outputs, extra = engine.visit_branches(
+      task, params, grads, accumulator, state, group, cotangent, args, kept
+  )
+  if exact:
+    grads = _prefix_pass(task, params, grads, accumulator, state)
+  return grads, outputs, extra
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def forward(task, keep, params, group, state):
+  if state is None and task.prefix_gradient != "full":
+    state = capture(_capture_task(task, keep), params, group)
+  outputs, kept = engine.run_branches(task, params, state, group, keep=keep)
+  return outputs, state, kept
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(task, params, group, state, kept, d_outputs):
+  grads, _, _ = _gradient(
+      task, params, engine.zero_grads(params), group, state,
+      lambda _, d_outputs: (d_outputs, None), (d_outputs,), kept,
+  )
+  return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def value_and_grad(task, loss, params, group, args, state):
+  def cotangent(outputs, *args):
+    value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
+    (d_outputs,) = pull(jnp.ones_like(value))
+    return d_outputs, value
+
+  def one(grads, inputs, state=None):
+    group, args = inputs
+    if state is None and task.prefix_gradient != "full":
+      keep = task.schedule.activations == "keep"
+      state = capture(_capture_task(task, keep), params, group)
+    grads, outputs, (whole, rest) = _gradient(
+        task, params, grads, group, state, cotangent, args
+    )
+    value = jnp.sum(whole) + (0 if rest is None else rest)
+    return grads, (value, outputs)
+
+  grads = engine.zero_grads(params)
+  if group.prompt.ndim == 1:
+    grads, (value, outputs) = one(grads, (group, args), state)
+  else:
+    grads, (values, outputs) = lax.scan(one, grads, (group, args))
+    value = jnp.sum(values)
+  return (value, outputs), grads
+
+
+def _capture_task(task: engine.Task, keep: bool) -> engine.Task:
+  keep = keep and task.prefix_gradient == "exact"
+  schedule = dataclasses.replace(
+      task.schedule, activations="keep" if keep else "recompute"
+  )
+  return engine.Task(task.model, schedule=schedule)

@@ -1,0 +1,7 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Strict modes and shared models for all tests."""
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
