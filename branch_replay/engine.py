@@ -297,7 +297,7 @@ def _read(task: Task, outer, y_GSM, rows: Branches, window):
       task.readout, task.model, outer, y_GTM, rows.targets_GT,
       tokens=task.schedule.readout_tokens,
   )
-  real_GT = jnp.arange(tokens) < rows.lengths_G[:, None]
+  real_GT = jnp.arange(tokens)[None] < rows.lengths_G[:, None]
 
   def mask(x):
     real = real_GT.reshape(*real_GT.shape, *(1,) * (x.ndim - 2))

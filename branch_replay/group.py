@@ -96,7 +96,7 @@ class Group:
         self.tails, jnp.clip(from_tail, 0, self.tails.shape[1] - 1), axis=1
     )
     prompt = self.prompt[jnp.clip(at, 0, self.prompt.shape[0] - 1)]
-    return jnp.where(from_tail < 0, prompt, tail)
+    return jnp.where((from_tail < 0)[None], prompt[None], tail)
 
   def inputs(self):
     """What each tail runs on, i32[G, T]: the boundary token, then the tail.
@@ -110,7 +110,10 @@ class Group:
 
   def mask(self):
     """bool[G, T]: which tokens of the tails are real."""
-    return jnp.arange(self.tails.shape[-1]) < self.tail_lengths[..., None]
+    positions = jnp.broadcast_to(
+        jnp.arange(self.tails.shape[-1]), self.tails.shape
+    )
+    return positions < self.tail_lengths[..., None]
 
 
 def stack(groups: Sequence[Group]) -> Group:

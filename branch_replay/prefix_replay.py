@@ -115,7 +115,9 @@ def replay(
   if group.prompt.ndim == 2:
     if state is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
-    return lax.map(lambda one: _replay(task, params, one, None), group)
+    return lax.map(
+        lambda one: _replay(task, allow_stale, params, one, None, None), group
+    )
   if state is not None:
     _check_state(task, state, group)
   return _replay(task, allow_stale, params, group, state, version)

@@ -124,13 +124,9 @@ def _replay_layer(config, params, x_GTM, layer, context: Context):
 
 
 def _layer_backward(
-    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present
+    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present_at
 ):
-  """(dx_GTM, layer gradients, accumulator) of one layer.
-
-  `present` is the accumulated cotangent of the segment's own keys and values,
-  or None for a leaf, on which nothing stands.
-  """
+  """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
   x_GTM, stages = kept
   if stages is None:
     _, _, stages = _replay_layer(config, params, x_GTM, layer, context)
@@ -162,8 +158,12 @@ def _layer_backward(
       d_out, q, k, v, out, lse, context.prefix, layer,
       context.prefix_length, accumulator=accumulator,
   )
-  if present is not None:
-    dk, dv = dk + present[0], dv + present[1]
+  if present_at is not None:
+    # The op added to earlier positions only, so this may be read after it;
+    # read before, XLA would keep a second copy of the whole accumulator.
+    tokens = dy_GTM.shape[1]
+    dk += _present(accumulator[0], layer, present_at, tokens)
+    dv += _present(accumulator[1], layer, present_at, tokens)
   d_rotate, *d_projected = pull_rotate(
       (dq, dk.astype(k.dtype), dv.astype(v.dtype))
   )
@@ -173,6 +173,12 @@ def _layer_backward(
       layers.Project, "project", (x_GTM,), tuple(d_projected)
   )
   return dx_GTM + dx_project, grads, accumulator
+
+
+def _present(x_LKPD, layer, start, tokens):
+  """What stands at a segment of one row: [K, G=1, C, D]."""
+  x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
+  return lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)[:, None]
 
 
 def forward(
@@ -247,23 +253,12 @@ def backward(
   Returns:
     dx_GTM, the updated layer_grads, and the updated accumulator.
   """
-  tokens = dy_GTM.shape[1]
-
-  def present_of(accumulator, layer):
-    if present_at is None:
-      return None
-    def read(x_LKPD):
-      x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
-      x_KCD = lax.dynamic_slice_in_dim(x_KPD, present_at, tokens, axis=1)
-      return x_KCD[:, None]  # a segment of one row, G = 1
-    return tuple(read(x) for x in accumulator)
-
   def step(carry, inputs):
     dy_GTM, layer_grads, accumulator = carry
     layer, params, kept = inputs
     dx_GTM, grads, accumulator = _layer_backward(
         config, layout.gather(params), kept, dy_GTM, layer, context,
-        accumulator, present_of(accumulator, layer),
+        accumulator, present_at,
     )
     layer_grads = jax.tree.map(
         lambda total, new: total.at[layer].add(new.astype(total.dtype)),

@@ -145,8 +145,8 @@ def forward(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
   if lengths_G is not None:
-    real_GT = jnp.arange(lse.shape[-1]) < lengths_G[:, None]
-    real = real_GT[None, :, None]
+    real_GT = jnp.arange(lse.shape[-1])[None] < lengths_G[:, None]
+    real = jnp.broadcast_to(real_GT[None, :, None], lse.shape)
     out = jnp.where(real[..., None], out, 0)
     lse = jnp.where(real, lse, -jnp.inf)
   return out.astype(q_KGRTD.dtype), lse

@@ -1,0 +1,35 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Branch replay against the full backward pass, on a real model and text.
+
+Claim: on SmolLM2-135M-Instruct, a 1024-token prompt of real text and 8 sampled
+answers of 64 tokens, `exact` gives the gradient of the full backward pass to
+rounding (relative error below 1e-4) for about a fifth of the work, and `stop`
+gives a gradient that points elsewhere, for about a ninth.
+
+  make compare
+  python -m experiments.compare_backward --config=configs/compare_smollm2.py
+
+Cost: about six minutes and 5 GB of memory on two cores.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict({
+      "model": "smollm2",
+      "compute_dtype": "float32",
+      "prompt_tokens": 1024,
+      "branches": 8,
+      "tail_tokens": 64,
+      "temperature": 1.0,
+      "modes": ("full", "exact", "stop"),
+      "chunk_size": 1024,
+      "branches_at_once": 0,  # 0: all of a group
+      "activations": "auto",
+      "memory_budget_gib": 4.0,
+      "document": "",  # a text file; empty: the Python language reference
+      "repeats": 3,
+      "seed": 0,
+  })

@@ -1,0 +1,43 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command line that all experiments share: --config and --workdir.
+
+Flags are defined when a script is run, not when it is imported, so that
+notebooks may import any number of experiments and call their `run`.
+"""
+
+import pathlib
+import sys
+
+from absl import app
+from absl import flags
+from ml_collections import config_flags
+
+
+def main(run, config_file: str) -> None:
+  """Parses flags and calls run(config, workdir).
+
+  Args:
+    run: of the experiment.
+    config_file: the default of --config. Fields are overridden by
+      --config.<field>=<value>.
+  """
+  config = config_flags.DEFINE_config_file(
+      "config", config_file, "Experiment; a field: --config.<field>=<value>.",
+      lock_config=True,
+  )
+  workdir = flags.DEFINE_string(
+      "workdir", None, "Where results go; runs/<config name> by default."
+  )
+
+  def start(_):
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    default = pathlib.Path("runs") / pathlib.Path(file).stem
+    try:
+      run(config.value, pathlib.Path(workdir.value or default))
+    except ValueError as error:
+      sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+      sys.exit(130)
+
+  app.run(start)

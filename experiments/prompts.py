@@ -1,0 +1,72 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Real text that is on every machine, as prompts of an exact length."""
+
+import pathlib
+import pydoc_data.topics
+
+from branch_replay.weights import chat
+from branch_replay.weights import pretrained as pretrained_lib
+
+_QUESTION = "In two sentences: what is this text about, and whom is it for?"
+_MARK = "\x1f"  # where the document goes; in no document
+
+
+def python_reference() -> str:
+  """The Python language reference that ships with the interpreter."""
+  topics = pydoc_data.topics.topics
+  return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def document(path: str) -> str:
+  """The text of a file; of an empty path the Python language reference.
+
+  Raises:
+    ValueError: no such file.
+  """
+  if not path:
+    return python_reference()
+  file = pathlib.Path(path).expanduser()
+  if not file.is_file():
+    raise ValueError(f"document={path!r} is not a file.")
+  return file.read_text(encoding="utf-8")
+
+
+def about_document(
+    pretrained: pretrained_lib.Pretrained, text: str, tokens: int
+) -> list[int]:
+  """A chat prompt of exactly `tokens` ids: a document and a question on it.
+
+  Args:
+    pretrained: model with tokenizer and chat template.
+    text: the document, of which as much is used as fits.
+    tokens: length of the whole prompt.
+
+  Returns:
+    Ids.
+
+  Raises:
+    ValueError: the document is too short, or the prompt too short for the
+      question.
+  """
+  def encode(part):
+    return pretrained.tokenizer.encode(part, add_special_tokens=False).ids
+
+  message = {"role": "user", "content": f"{_MARK}\n\n{_QUESTION}"}
+  before, after = chat.render_chat(pretrained, [message]).split(_MARK)
+  before, after = encode(before), encode(after)
+  room = tokens - len(before) - len(after)
+  if room < 1:
+    raise ValueError(
+        f"prompt_tokens={tokens} leaves no room for a document: the question "
+        f"and the chat template alone take {len(before) + len(after)}."
+    )
+  # Four characters a token are more than this kind of text needs; ten suffice
+  # for any.
+  body = encode(text[: 10 * room])[:room]
+  if len(body) < room:
+    raise ValueError(
+        f"The document has {len(body)} tokens; prompt_tokens={tokens} needs "
+        f"{room}. Name a longer one with --config.document=FILE."
+    )
+  return before + body + after

@@ -1,0 +1,41 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What every experiment writes down beside its numbers."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+
+import jax
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def environment() -> dict:
+  """Versions, device kind and count, and the command that was run."""
+  devices = jax.devices()
+  return {
+      "python": platform.python_version(),
+      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      "platform": devices[0].platform,
+      "device_kind": devices[0].device_kind,
+      "device_count": len(devices),
+      "cpu_count": os.cpu_count(),
+      "machine": platform.machine(),
+      "command": shlex.join(
+          ["python", "-m", f"experiments.{pathlib.Path(sys.argv[0]).stem}",
+           *sys.argv[1:]]
+      ),
+  }
+
+
+def write_json(path: pathlib.Path, value) -> None:
+  """Writes in one step: an interrupt leaves the old file or the new one."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_suffix(path.suffix + ".partial")
+  temporary.write_text(json.dumps(value, indent=1) + "\n")
+  temporary.replace(path)
