@@ -153,10 +153,7 @@ def backward(task, params, group, state, kept, d_outputs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def value_and_grad(task, loss, params, group, args, state):
-  def cotangent(outputs, *args):
-    value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
-    (d_outputs,) = pull(jnp.ones_like(value))
-    return d_outputs, value
+  cotangent = cotangent_of(loss)
 
   def one(grads, inputs, state=None):
     group, args = inputs
@@ -176,6 +173,16 @@ def value_and_grad(task, loss, params, group, args, state):
     grads, (values, outputs) = lax.scan(one, grads, (group, args))
     value = jnp.sum(values)
   return (value, outputs), grads
+
+
+def cotangent_of(loss):
+  """(outputs, *args) -> (cotangent of the outputs, loss), see `engine`."""
+  def cotangent(outputs, *args):
+    value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
+    (d_outputs,) = pull(jnp.ones_like(value))
+    return d_outputs, value
+
+  return cotangent
 
 
 def _capture_task(task: engine.Task, keep: bool) -> engine.Task:

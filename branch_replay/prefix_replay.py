@@ -111,7 +111,7 @@ def replay(
     ValueError: see `Group.create`; an unknown mode; a state of another prompt
       or captured under other parameters.
   """
-  task = _task(model, group, readout, prefix_gradient, schedule)
+  task = make_task(model, group, readout, prefix_gradient, schedule)
   if group.prompt.ndim == 2:
     if state is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
@@ -204,7 +204,7 @@ def value_and_grad(
     [groups, G, ...]. Gradients are at least float32.
   """
   def run(params, group, *args, state=None):
-    task = _task(model, group, readout, prefix_gradient, schedule)
+    task = make_task(model, group, readout, prefix_gradient, schedule)
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
@@ -282,7 +282,9 @@ def _replay_backward(task, allow_stale, residuals, d_outputs):
 _replay.defvjp(_replay_forward, _replay_backward)
 
 
-def _task(model, group, readout, prefix_gradient, schedule) -> engine.Task:
+def make_task(
+    model, group, readout, prefix_gradient, schedule
+) -> engine.Task:
   """The static half, with the activation policy settled."""
   group_lib.check(group, model.config)
   task = engine.Task(model, readout, prefix_gradient, schedule)
