@@ -99,7 +99,7 @@ def updated(params):
 def test_a_captured_state_gives_the_same_result():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()
-  weights = tiny.weights(group, dtype=np.float32)
+  weights = tiny.weights(group)
   for keep in (False, True):
     schedule = br.Schedule(chunk_size=5, activations="keep")
     state = br.capture(decoder, params, group, schedule=schedule, keep=keep)

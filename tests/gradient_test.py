@@ -267,7 +267,7 @@ def test_padding_changes_nothing(x64):
 def test_tails_of_nothing_give_zeros_and_a_zero_gradient():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group(tails=(0, 0))
-  weights = tiny.weights(group, dtype=np.float32)
+  weights = tiny.weights(group)
   (value, log_probs), gradient = one_pass(decoder, params, group, weights)
   assert float(value) == 0 and not log_probs.any()
   chex.assert_trees_all_equal(gradient, engine.zero_grads(params))
@@ -276,7 +276,7 @@ def test_tails_of_nothing_give_zeros_and_a_zero_gradient():
 def test_float32_and_temperature_agree_with_dense():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()
-  weights = tiny.weights(group, dtype=np.float32)
+  weights = tiny.weights(group)
 
   def gradient(log_probs):
     return jax.grad(
@@ -295,7 +295,7 @@ def test_bfloat16_compute_gives_float32_gradients_near_the_float32_ones():
       dataclasses.replace(tiny.BASE, compute_dtype="bfloat16")
   )
   group = tiny.group()
-  weights = tiny.weights(group, dtype=np.float32)
+  weights = tiny.weights(group)
   (_, log_probs), gradient = one_pass(half, params, group, weights)
   assert log_probs.dtype == jnp.float32
   assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {
@@ -339,7 +339,7 @@ def value_and_entropy(model, params, hidden_NM, targets_N):
 def test_two_runs_are_bit_equal():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()
-  weights = tiny.weights(group, dtype=np.float32)
+  weights = tiny.weights(group)
   first = one_pass(decoder, params, group, weights)
   chex.assert_trees_all_equal(
       first, one_pass(decoder, params, group, weights)

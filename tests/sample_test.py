@@ -89,6 +89,17 @@ def test_float32_tokens_differ_from_the_dense_argmax_only_at_ties():
   assert np.count_nonzero(gap) <= 1
 
 
+def test_a_prompt_of_one_token_leaves_nothing_to_capture():
+  decoder, params = tiny.model(tiny.BASE)
+  result = br.sample(
+      decoder, params, (7,), key=jax.random.key(1), branches=3, max_tokens=5
+  )
+  assert result.state.capacity == 0
+  group = br.Group.create((7,), result.tails(), config=tiny.BASE)
+  expected = br.dense_log_probs(decoder, params, group)[:, :5]
+  np.testing.assert_allclose(result.log_probs, expected, atol=1e-5)
+
+
 def test_greedy_tokens_are_the_argmax_scored_at_temperature_one(x64):
   law = br.Law(0.0)
   result = rollout(law)
@@ -185,10 +196,13 @@ def test_top_p_of_one_keeps_every_id_of_a_large_vocabulary():
   assert len(kept(logits, top_p=1.0)) == 50_000
 
 
-# Where a row ends. A rigged model: each id has one successor, but the last
-# token of the prompt has three, 5, 8 and 9, of equal probability.
+# Where a row ends. A rigged model: some ids have one successor, the last token
+# of the prompt has three of equal probability, and after others all are equal.
 
-SUCCESSOR = {5: 6, 6: 2, 8: 3, 9: 10, 10: 11, 11: 12, 12: 13, 13: 14, 14: 15}
+SUCCESSORS = {
+    20: [5, 8, 9], 5: [6], 6: [2], 8: [3], 9: [10], 10: [11], 11: [12],
+    12: [13], 13: [14],
+}
 ROWS = {5: [5, 6, 2], 8: [8, 3], 9: [9, 10, 11, 12, 13, 14]}
 RIGGED_PROMPT = (2, 3, 20)
 
@@ -197,17 +211,15 @@ RIGGED_PROMPT = (2, 3, 20)
 def rigged():
   """Layers that add nothing, one-hot embeddings, a table of successors."""
   decoder, params = tiny.model(tiny.BASE)
-  table_VM = np.zeros((tiny.BASE.vocab_size, tiny.BASE.width))
-  for token in range(tiny.BASE.width):
-    table_VM[SUCCESSOR.get(token, 31), token] = 20
-  table_VM[:, 20] = 0
-  table_VM[[5, 8, 9], 20] = 20
+  table_VM = np.zeros((tiny.BASE.vocab_size, tiny.BASE.width), np.float32)
+  for token, successors in SUCCESSORS.items():
+    table_VM[successors, token] = 20
   return decoder, dict(
       params,
       layers=jax.tree.map(jnp.zeros_like, params["layers"]),
       embed={"table": jnp.eye(*table_VM.shape)},
       final_norm={"scale": jnp.ones(tiny.BASE.width)},
-      head={"table": jnp.asarray(table_VM, jnp.float32)},
+      head={"table": jnp.asarray(table_VM)},
   )
 
 
@@ -231,7 +243,7 @@ def test_a_row_ends_with_any_stop_id_which_is_counted():
     expected = ROWS[row[0]]
     assert length == len(expected)
     assert row[len(expected) :] == [0] * (6 - len(expected))
-    assert finished == (row[0] != 9)  # the others reached the limit
+    assert finished == (row[0] != 9)  # which was cut off by the limit
 
 
 def test_masks_of_a_rollout_count_stop_tokens_and_no_padding():

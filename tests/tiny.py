@@ -66,10 +66,10 @@ def group(prompt=12, tails=(5, 1, 3, 7), config=BASE, seed=0) -> br.Group:
   )
 
 
-def weights(of: br.Group, seed=1, dtype=np.float64):
-  """Mixed-sign weights for every token of every tail."""
+def weights(of: br.Group, seed=1):
+  """Mixed-sign weights for every token of every tail, in the default dtype."""
   shape = of.tails.shape
-  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
 def loss(log_probs_GT, weights_GT):

@@ -81,7 +81,7 @@ def _chunk_logits(hidden_NM, table_BM, temperature):
       (((1,), (1,)), ((), ())),
       preferred_element_type=dtype,
   )
-  return logits_NB / temperature
+  return logits_NB / jnp.asarray(temperature, dtype)
 
 
 def _over_chunks(body, carry, table_VM, sizes):
@@ -134,6 +134,7 @@ def _forward(hidden_NM, table_VM, targets_N, temperature, sizes):
 def _backward(sizes, residuals, d_log_probs_N):
   hidden_NM, table_VM, targets_N, temperature, lse_N = residuals
   dtype = lse_N.dtype
+  divisor = jnp.asarray(temperature, dtype)
 
   def visit(carry, start, table_BM):
     d_hidden_NM, d_table_VM, d_temperature = carry
@@ -143,8 +144,8 @@ def _backward(sizes, residuals, d_log_probs_N):
     probs_NB = jnp.exp(logits_NB - lse_N[:, None])
     d_logits_NB = (hit_NB - probs_NB) * d_log_probs_N[:, None]
     # z/τ: ∂/∂τ = −(z/τ)/τ.
-    d_temperature -= jnp.sum(d_logits_NB * logits_NB) / temperature
-    d_logits_NB = (d_logits_NB / temperature).astype(hidden_NM.dtype)
+    d_temperature -= jnp.sum(d_logits_NB * logits_NB) / divisor
+    d_logits_NB = (d_logits_NB / divisor).astype(hidden_NM.dtype)
     d_hidden_NM += jnp.dot(
         d_logits_NB,
         table_BM.astype(hidden_NM.dtype),

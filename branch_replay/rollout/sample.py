@@ -91,14 +91,14 @@ def truncate(log_probs_GV, law: Law):
 
   Both look at the distribution they are given; an id is kept if both keep it.
   """
-  if law.top_k is None and law.top_p is None:
+  if law.top_k is None and law.top_p in (None, 1.0):
     return log_probs_GV
   order_GV = jnp.argsort(-log_probs_GV, axis=-1)
   sorted_GV = jnp.take_along_axis(log_probs_GV, order_GV, axis=-1)
   keep_GV = jnp.ones(sorted_GV.shape, bool)
   if law.top_k is not None:
     keep_GV &= (jnp.arange(sorted_GV.shape[-1]) < law.top_k)[None]
-  if law.top_p is not None:
+  if law.top_p is not None and law.top_p < 1:  # 1 less rounding keeps all
     probs_GV = jnp.exp(sorted_GV)
     # Mass of the ids before: the one that reaches p is the last that is kept.
     keep_GV &= jnp.cumsum(probs_GV, axis=-1) - probs_GV < law.top_p
@@ -215,6 +215,7 @@ def _step(model, params, state, caches, step, tokens_G):
   x_GTM = model.apply(outer, tokens_G[:, None], method="embed_tokens")
   branches, room = caches[0].shape[2:4]
   positions_GT = jnp.full((branches, 1), state.length + step)
+  zero = jnp.zeros((), step.dtype)
   seen_GTS = jnp.broadcast_to(jnp.arange(room) <= step, (branches, 1, room))
 
   def layer(carry, inputs):
@@ -222,8 +223,9 @@ def _step(model, params, state, caches, step, tokens_G):
     index, layer_params = inputs
 
     def attend(q, k, v):
+      start = (index, zero, zero, step, zero)
       new = tuple(
-          lax.dynamic_update_slice(cache, x[None], (index, 0, 0, step, 0))
+          lax.dynamic_update_slice(cache, x[None], start)
           for cache, x in zip(caches, (k, v), strict=True)
       )
       keys, values = (
@@ -240,7 +242,7 @@ def _step(model, params, state, caches, step, tokens_G):
     )
     return (x_GTM, caches), None
 
-  numbered = jnp.arange(config.num_layers), params["layers"]
+  numbered = jnp.arange(config.num_layers, dtype=step.dtype), params["layers"]
   (x_GTM, caches), _ = lax.scan(layer, (x_GTM, caches), numbered)
   hidden_GM = model.apply(outer, x_GTM, method="normalize")[:, 0]
   table_VM = model.apply(outer, method="head_table")[: config.vocab_size]
