@@ -136,10 +136,9 @@ def forward(
   Returns:
     out_KGRTD in the dtype of the queries, lse_KGRT in at least float32.
   """
-  q_scaled = q_KGRTD * jnp.asarray(q_KGRTD.shape[-1] ** -0.5, q_KGRTD.dtype)
-  out, lse = loops.segment_forward(q_scaled, k_KGTD, v_KGTD)
+  out, lse = loops.segment_forward(q_KGRTD, k_KGTD, v_KGTD)
   if prefix[0].shape[2]:
-    rows = q_scaled.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
+    rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)
     out, lse = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
@@ -173,10 +172,9 @@ def decode(
     out_KGRTD in the dtype of the queries.
   """
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
-  q_scaled = q_KGRTD * jnp.asarray(q_KGRTD.shape[-1] ** -0.5, q_KGRTD.dtype)
   scores = jnp.einsum(
-      "kgrtd,kgsd->kgrts", q_scaled, cache_k_KGSD, preferred_element_type=dtype
-  )
+      "kgrtd,kgsd->kgrts", q_KGRTD, cache_k_KGSD, preferred_element_type=dtype
+  ) * q_KGRTD.shape[-1] ** -0.5
   scores = jnp.where(seen_GTS[None, :, None], scores, -jnp.inf)
   top = jnp.max(scores, axis=-1)
   probs = jnp.exp(scores - loops.finite(top)[..., None])
@@ -189,7 +187,7 @@ def decode(
   total = jnp.sum(probs, axis=-1)
   out, lse = loops.normalized(loops.finite(top), total, weighted)
   if prefix[0].shape[2]:
-    rows = q_scaled.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
+    rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)
     out, _ = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
@@ -222,8 +220,6 @@ def backward(
     float32, and the updated accumulator.
   """
   wide = config_lib.at_least_float32(q_KGRTD.dtype)
-  scale = jnp.asarray(q_KGRTD.shape[-1] ** -0.5, q_KGRTD.dtype)
-  q_scaled = q_KGRTD * scale
   # ∂ℓ/∂scores = p · (∂ℓ/∂p − delta): one number a row for both parts.
   delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
   if d_lse is not None:
@@ -231,16 +227,16 @@ def backward(
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   dq, dk, dv = loops.segment_backward(
-      d_out, q_scaled, k_KGTD, v_KGTD, lse, delta
+      d_out, q_KGRTD, k_KGTD, v_KGTD, lse, delta
   )
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
     dq_rows, accumulator = loops.prefix_backward(
         d_out.reshape(heads, -1, head_dim),
-        q_scaled.reshape(heads, -1, head_dim),
+        q_KGRTD.reshape(heads, -1, head_dim),
         lse.reshape(heads, -1),
         delta.reshape(heads, -1),
         prefix, layer, prefix_length, accumulator,
     )
     dq = dq + dq_rows.reshape(dq.shape)
-  return (dq * scale).astype(q_KGRTD.dtype), dk, dv, accumulator
+  return dq.astype(q_KGRTD.dtype), dk, dv, accumulator

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four loops of replay attention: prefix and segment, there and back.
 
-Queries come scaled by 1/√D; everything accumulates in at least float32. Loops
+Everything accumulates in at least float32, where scores are scaled too. Loops
 over heads, rows and columns are explicit, so that one score tile lives at a
 time and trip counts follow the prefix length and stop at the diagonal.
 
@@ -41,7 +41,7 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
   """Adds one tile of keys to an online softmax over rows."""
   top_N, total_N, weighted_ND = carry
   dtype = total_N.dtype
-  scores = _dot(q_ND, k_BD, (1, 1), dtype)
+  scores = _dot(q_ND, k_BD, (1, 1), dtype) * q_ND.shape[-1] ** -0.5
   scores = jnp.where(seen, scores, -jnp.inf)
   new_top_N = jnp.maximum(top_N, jnp.max(scores, axis=-1))
   shift_N = finite(new_top_N)
@@ -57,11 +57,12 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
 
 def _cotangent_tile(d_out_ND, q_ND, lse_N, delta_N, k_BD, v_BD, seen):
   """(dq, dk, dv) that one tile of rows and keys contributes."""
-  dtype = lse_N.dtype
-  scores = _dot(q_ND, k_BD, (1, 1), dtype)
+  dtype, scale = lse_N.dtype, q_ND.shape[-1] ** -0.5
+  scores = _dot(q_ND, k_BD, (1, 1), dtype) * scale
   probs = jnp.where(seen, jnp.exp(scores - lse_N[:, None]), 0)
   d_probs = _dot(d_out_ND, v_BD, (1, 1), dtype)
-  d_scores = (probs * (d_probs - delta_N[:, None])).astype(q_ND.dtype)
+  d_scores = probs * (d_probs - delta_N[:, None]) * scale
+  d_scores = d_scores.astype(q_ND.dtype)
   return (
       _dot(d_scores, k_BD, (1, 0), dtype),
       _dot(d_scores, q_ND, (0, 0), dtype),

@@ -122,6 +122,8 @@ def sample(
 ) -> Rollout:
   """Samples G answers to one prompt, which is run once.
 
+  Compiles what it needs; not to be called under `jit` itself.
+
   Args:
     model: the decoder.
     params: its parameters.

@@ -1,0 +1,46 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The README says what the tree holds and what the results say."""
+
+import pathlib
+import re
+import tomllib
+
+import jax
+
+from experiments import readme
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def test_tables_are_those_of_the_committed_results():
+  assert readme.render(TEXT) == TEXT, "run: python -m experiments.readme"
+
+
+def test_the_example_runs():
+  (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+  scope = {}
+  exec(code, scope)
+  norms = [abs(leaf).max() for leaf in jax.tree.leaves(scope["gradient"])]
+  assert len(norms) > 5 and all(0 < norm < 1e6 for norm in norms)
+
+
+def test_every_room_of_the_layout_is_there():
+  layout = TEXT.split("## Layout")[1].split("```")[1]
+  names = re.findall(r"^  (\S+)", layout, re.MULTILINE)
+  names += re.findall(r"^  \S+ (\S+\.py) ", layout, re.MULTILINE)
+  assert "config.py" in names and "rollout/" in names
+  for name in names:
+    assert (ROOT / "branch_replay" / name).exists(), name
+  listed = {name.rstrip("/") for name in names}
+  there = {
+      path.name
+      for path in (ROOT / "branch_replay").iterdir()
+      if not path.name.startswith("__")
+  }
+  assert there <= listed, there - listed
+
+
+def test_tool_tables_parse():
+  tomllib.loads((ROOT / "pyproject.toml").read_text())
