@@ -14,6 +14,7 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
 """
 
 # isort: off
+from branch_replay.chunk_sampling import Sampling
 from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
@@ -47,6 +48,7 @@ __all__ = [
     "ModelConfig",
     "PrefixState",
     "Rollout",
+    "Sampling",
     "Schedule",
     "YarnScaling",
     "capture",

@@ -12,8 +12,9 @@ With s the prefix state as a function of θ and ℓᵢ the loss of branch i,
 
   dℓ/dθ = Σᵢ ∂ℓᵢ/∂θ + (∂s/∂θ)ᵀ c,   c = Σᵢ ∂ℓᵢ/∂s:
 
-`stop` is the first sum, `exact` adds the second, `full` runs every sequence on
-its own. The derivation is in docs/mathematics.md.
+`stop` is the first sum, `exact` adds the second, `sampled` estimates it from
+some chunks, `full` runs every sequence on its own. The derivation is in
+docs/mathematics.md.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
 from branch_replay import readout as readout_lib
@@ -42,6 +44,7 @@ class Task:
   readout: Any = readout_lib.LogProbs()
   prefix_gradient: str = "exact"
   schedule: Schedule = Schedule()
+  sampling: chunk_sampling.Sampling = chunk_sampling.Sampling()
 
   def __post_init__(self):
     check_mode(self.prefix_gradient)
@@ -49,6 +52,11 @@ class Task:
   @property
   def config(self) -> config_lib.ModelConfig:
     return self.model.config
+
+  @property
+  def accumulates(self) -> bool:
+    """Whether tails add up the cotangent of the prefix state."""
+    return self.prefix_gradient in ("exact", "sampled")
 
   def chunks(self, positions: int) -> state_lib.Chunks:
     return state_lib.chunks(positions, self.schedule.chunk_size)
@@ -109,7 +117,9 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
   return mixer, kept
 
 
-def pop_chunk(task: Task, params, grads, accumulator, state, index, kept=None):
+def pop_chunk(
+    task: Task, params, grads, accumulator, state, index, kept=None, scale=1.0
+):
   """Pulls the accumulated cotangent of chunk `index` back, in place.
 
   Chunks must be popped last to first: popping one adds to the cotangents of
@@ -123,6 +133,7 @@ def pop_chunk(task: Task, params, grads, accumulator, state, index, kept=None):
     state: the state the cotangent belongs to.
     index: i32 scalar.
     kept: what `push_chunk` kept of this chunk; None runs it again.
+    scale: factor on the chunk's accumulated cotangent.
 
   Returns:
     grads and accumulator.
@@ -145,6 +156,7 @@ def pop_chunk(task: Task, params, grads, accumulator, state, index, kept=None):
       task.config, params["layers"], grads["layers"], kept,
       jnp.zeros(shape, dtype), context,
       layout=layout, accumulator=accumulator, present_at=index * size,
+      present_scale=scale,
   )
   grads = grads | {"layers": layer_grads}
   return segment.embed_backward(grads, tokens, dx_GTM), accumulator

@@ -43,16 +43,18 @@ def value_and_grad(
     progress: whether to show a progress bar.
 
   Returns:
-    A function (params, group, *args) -> ((loss, outputs), grads), not to be
-    called under `jit`. An interrupt raises KeyboardInterrupt between two
+    A function (params, group, *args) -> (`Evaluation`, grads), not to be called
+    under `jit`. An interrupt raises KeyboardInterrupt between two
     steps; nothing that was passed in has changed then.
 
   Raises:
-    ValueError: "full", which has no prefix to show progress over.
+    ValueError: another mode.
   """
-  if prefix_gradient == "full":
-    raise ValueError("The host loop runs 'exact' and 'stop'; 'full' is one"
-                     " sequence after another under prefix_replay.")
+  if prefix_gradient not in ("exact", "stop"):
+    raise ValueError(
+        f"The host loop runs 'exact' and 'stop', not {prefix_gradient!r}: use "
+        "prefix_replay.value_and_grad."
+    )
 
   def run(params, group, *args):
     if group.prompt.ndim == 2:
@@ -92,7 +94,7 @@ class _Run:
       value, outputs, grads, accumulator = self._visit(loss, args)
       if self._exact:
         grads = self._prefix_pass(grads, accumulator, kept)
-    return (value, outputs), grads
+    return passes.Evaluation(value, outputs, None), grads
 
   def _done(self, what: str, result):
     self._bar.set_description(what)

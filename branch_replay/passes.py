@@ -9,14 +9,32 @@ outside.
 
 import dataclasses
 import functools
+from typing import Any
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import chunk_sampling
 from branch_replay import engine
 from branch_replay import segment
 from branch_replay import state as state_lib
+
+
+class Evaluation(NamedTuple):
+  """What `value_and_grad` returns beside the gradient.
+
+  Attributes:
+    loss: the sum over branches, and over stacked groups.
+    outputs: the readout's pytree, [G, T, ...] or [groups, G, T, ...].
+    prefix_pass: in `sampled` a `chunk_sampling.PrefixPass`: which chunks ran
+      and with what probability; None in the other modes.
+  """
+
+  loss: jax.Array
+  outputs: Any
+  prefix_pass: Any
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -87,51 +105,69 @@ def _used(length, chunks: state_lib.Chunks):
   return (length + chunks.size - 1) // chunks.size
 
 
-def _prefix_pass(task: engine.Task, params, grads, accumulator, state):
-  """Pops every chunk, last to first."""
+def prefix_pass(
+    task: engine.Task, params, grads, accumulator, state, uniform_N=None
+):
+  """Pops chunks last to first: every one, or in `sampled` those drawn.
+
+  Args:
+    task: model and schedule.
+    params: parameters.
+    grads: like params; added to.
+    accumulator: cotangent of the state.
+    state: the captured prefix.
+    uniform_N: for `sampled`, the numbers that chunks are drawn by.
+
+  Returns:
+    grads, and in `sampled` the `PrefixPass`.
+  """
   chunks = task.chunks(state.capacity)
   if not chunks.count:
-    return grads
+    return grads, None
   used = _used(state.length, chunks)
 
-  def pop(step, carry):
-    grads, accumulator = carry
-    index = used - 1 - step
+  def pop(index, scale, grads, accumulator):
     kept = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
         state.kept,
     )
     return engine.pop_chunk(
-        task, params, grads, accumulator, state, index, kept
+        task, params, grads, accumulator, state, index, kept, scale
     )
 
-  if chunks.count == 1:
-    kept = jax.tree.map(lambda x: x[0], state.kept)
-    return engine.pop_chunk(
-        task, params, grads, accumulator, state, 0, kept
-    )[0]
-  return lax.fori_loop(0, used, pop, (grads, accumulator))[0]
-
-
-def _accumulator(task: engine.Task, state):
-  if task.prefix_gradient != "exact":
-    return None
-  capacity = task.chunks(state.capacity).capacity
-  return state_lib.accumulator(task.config, capacity)
+  if task.prefix_gradient == "sampled":
+    return chunk_sampling.run(
+        task.sampling, accumulator, used, uniform_N, pop, grads
+    )
+  if chunks.count == 1:  # without a loop what was kept is not copied
+    return pop(0, 1.0, grads, accumulator)[0], None
+  grads, _ = lax.fori_loop(
+      0, used, lambda step, carry: pop(used - 1 - step, 1.0, *carry),
+      (grads, accumulator),
+  )
+  return grads, None
 
 
 def _gradient(
-    task, params, grads, group, state, cotangent, args=(), kept=(None, None)
+    task, params, grads, group, state, key, cotangent, args=(),
+    kept=(None, None),
 ):
   """Adds the gradient of one group; the schedule of all modes but capture."""
-  exact = task.prefix_gradient == "exact"
-  accumulator = _accumulator(task, state) if exact else None
+  accumulator = report = None
+  if task.accumulates:
+    chunks = task.chunks(state.capacity)
+    accumulator = state_lib.accumulator(task.config, chunks.capacity)
   grads, accumulator, outputs, extra = engine.visit_branches(
       task, params, grads, accumulator, state, group, cotangent, args, kept
   )
-  if exact:
-    grads = _prefix_pass(task, params, grads, accumulator, state)
-  return grads, outputs, extra
+  if task.accumulates:
+    uniform_N = None
+    if task.prefix_gradient == "sampled":
+      uniform_N = chunk_sampling.uniforms(key, chunks.count)
+    grads, report = prefix_pass(
+        task, params, grads, accumulator, state, uniform_N
+    )
+  return grads, outputs, extra, report
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -143,36 +179,40 @@ def forward(task, keep, params, group, state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def backward(task, params, group, state, kept, d_outputs):
-  grads, _, _ = _gradient(
-      task, params, engine.zero_grads(params), group, state,
+def backward(task, params, group, state, key, kept, d_outputs):
+  grads, *_ = _gradient(
+      task, params, engine.zero_grads(params), group, state, key,
       lambda _, d_outputs: (d_outputs, None), (d_outputs,), kept,
   )
   return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def value_and_grad(task, loss, params, group, args, state):
+def value_and_grad(task, loss, params, group, args, state, key):
   cotangent = cotangent_of(loss)
 
   def one(grads, inputs, state=None):
-    group, args = inputs
+    group, args, key = inputs
     if state is None and task.prefix_gradient != "full":
       keep = task.schedule.activations == "keep"
       state = capture(_capture_task(task, keep), params, group)
-    grads, outputs, (whole, rest) = _gradient(
-        task, params, grads, group, state, cotangent, args
+    grads, outputs, (whole, rest), report = _gradient(
+        task, params, grads, group, state, key, cotangent, args
     )
     value = jnp.sum(whole) + (0 if rest is None else rest)
-    return grads, (value, outputs)
+    return grads, Evaluation(value, outputs, report)
 
   grads = engine.zero_grads(params)
   if group.prompt.ndim == 1:
-    grads, (value, outputs) = one(grads, (group, args), state)
+    grads, evaluation = one(grads, (group, args, key), state)
   else:
-    grads, (values, outputs) = lax.scan(one, grads, (group, args))
-    value = jnp.sum(values)
-  return (value, outputs), grads
+    if key is not None:  # a key for every group, by its place
+      key = jax.vmap(lambda i: jax.random.fold_in(key, i))(
+          jnp.arange(group.prompt.shape[0])
+      )
+    grads, evaluation = lax.scan(one, grads, (group, args, key))
+    evaluation = evaluation._replace(loss=jnp.sum(evaluation.loss))
+  return evaluation, grads
 
 
 def cotangent_of(loss):
@@ -186,7 +226,7 @@ def cotangent_of(loss):
 
 
 def _capture_task(task: engine.Task, keep: bool) -> engine.Task:
-  keep = keep and task.prefix_gradient == "exact"
+  keep = keep and task.accumulates
   schedule = dataclasses.replace(
       task.schedule, activations="keep" if keep else "recompute"
   )

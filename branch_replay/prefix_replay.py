@@ -15,6 +15,7 @@ from branch_replay import group as group_lib
 from branch_replay import passes
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
+from branch_replay.chunk_sampling import Sampling
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.schedule import Schedule
@@ -81,6 +82,8 @@ def replay(
     state: state_lib.PrefixState | None = None,
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
+    sampling: Sampling = Sampling(),
+    key=None,
     schedule: Schedule = Schedule(),
     allow_stale: bool = False,
     version=None,
@@ -95,9 +98,12 @@ def replay(
     state: a captured prefix, which is then not run again. In `exact` the
       prefix pass still runs, and reads what the state keeps.
     readout: see `branch_replay.readout`.
-    prefix_gradient: "exact" equals the full gradient; "stop" holds the
-      captured positions constant, which is biased; "full" runs every sequence
-      on its own.
+    prefix_gradient: "exact" equals the full gradient; "sampled" estimates it
+      from some chunks of the prefix, without bias; "stop" holds the captured
+      positions constant, which is biased; "full" runs every sequence on its
+      own.
+    sampling: of "sampled": how many chunks, by which law.
+    key: of "sampled": a PRNG key; the same key draws the same chunks.
     schedule: sizes and policies, which do not change the result.
     allow_stale: accept a state captured under other parameters.
     version: u32 the state must be marked with; inside `jit`, where it cannot
@@ -111,16 +117,24 @@ def replay(
     ValueError: see `Group.create`; an unknown mode; a state of another prompt
       or captured under other parameters.
   """
-  task = make_task(model, group, readout, prefix_gradient, schedule)
+  task = make_task(
+      model, group, readout, prefix_gradient, schedule, sampling
+  )
+  _check_key(task, key)
   if group.prompt.ndim == 2:
     if state is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
-    return lax.map(
-        lambda one: _replay(task, allow_stale, params, one, None, None), group
-    )
+    places = jnp.arange(group.prompt.shape[0])
+
+    def one(inputs):
+      group, place = inputs
+      mine = None if key is None else jax.random.fold_in(key, place)
+      return _replay(task, allow_stale, params, group, None, None, mine)
+
+    return lax.map(one, (group, places))
   if state is not None:
     _check_state(task, state, group)
-  return _replay(task, allow_stale, params, group, state, version)
+  return _replay(task, allow_stale, params, group, state, version, key)
 
 
 def log_probs(
@@ -183,6 +197,7 @@ def value_and_grad(
     *,
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
+    sampling: Sampling = Sampling(),
     schedule: Schedule = Schedule(),
 ):
   """One-pass gradient of a loss that is a sum over branches.
@@ -196,21 +211,26 @@ def value_and_grad(
     loss: (outputs, *args) -> scalar, a sum over the branches it is given.
     readout: see `branch_replay.readout`.
     prefix_gradient: as in `replay`.
+    sampling: as in `replay`.
     schedule: as in `replay`.
 
   Returns:
-    A function (params, group, *args, state=None) -> ((loss, outputs), grads).
-    Each of `args` has the leading axes of the tails, [G, ...] or
-    [groups, G, ...]. Gradients are at least float32.
+    A function (params, group, *args, state=None, key=None) -> (`Evaluation`,
+    grads): loss, outputs, and in "sampled" which chunks ran. Each of `args` has
+    the leading axes of the tails, [G, ...] or [groups, G, ...]. Gradients are
+    at least float32.
   """
-  def run(params, group, *args, state=None):
-    task = make_task(model, group, readout, prefix_gradient, schedule)
+  def run(params, group, *args, state=None, key=None):
+    task = make_task(
+        model, group, readout, prefix_gradient, schedule, sampling
+    )
+    _check_key(task, key)
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
       _check_state(task, state, group)
       _check_version(state, params, None)
-    return passes.value_and_grad(task, loss, params, group, args, state)
+    return passes.value_and_grad(task, loss, params, group, args, state, key)
 
   return run
 
@@ -250,16 +270,19 @@ def extend(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _replay(task: engine.Task, allow_stale, params, group, state, version):
+def _replay(
+    task: engine.Task, allow_stale, params, group, state, version, key
+):
+  del key  # chunks are drawn in the backward pass
   args = params, group, state, version
   return _checked_forward(task, allow_stale, False, *args)[0]
 
 
-def _replay_forward(task, allow_stale, params, group, state, version):
+def _replay_forward(task, allow_stale, params, group, state, version, key):
   keep = task.schedule.activations == "keep"
   args = params, group, state, version
   outputs, state, kept = _checked_forward(task, allow_stale, keep, *args)
-  return outputs, (params, group, state, kept)
+  return outputs, (params, group, state, key, kept)
 
 
 def _checked_forward(task, allow_stale, keep, params, group, state, version):
@@ -276,18 +299,23 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
 
 def _replay_backward(task, allow_stale, residuals, d_outputs):
   del allow_stale
-  return passes.backward(task, *residuals, d_outputs), None, None, None
+  return passes.backward(task, *residuals, d_outputs), None, None, None, None
 
 
 _replay.defvjp(_replay_forward, _replay_backward)
 
 
+def _check_key(task: engine.Task, key):
+  if task.prefix_gradient == "sampled" and key is None:
+    raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
+
+
 def make_task(
-    model, group, readout, prefix_gradient, schedule
+    model, group, readout, prefix_gradient, schedule, sampling=Sampling()
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
   group_lib.check(group, model.config)
-  task = engine.Task(model, readout, prefix_gradient, schedule)
+  task = engine.Task(model, readout, prefix_gradient, schedule, sampling)
   settled = dataclasses.replace(schedule, activations=task.policy(group))
   return dataclasses.replace(task, schedule=settled)
 

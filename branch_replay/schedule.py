@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 from branch_replay import segment
 
-PrefixGradient = Literal["full", "exact", "stop"]
+PrefixGradient = Literal["full", "exact", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]
 
 

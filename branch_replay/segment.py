@@ -124,7 +124,8 @@ def _replay_layer(config, params, x_GTM, layer, context: Context):
 
 
 def _layer_backward(
-    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present_at
+    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present_at,
+    present_scale,
 ):
   """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
   x_GTM, stages = kept
@@ -162,8 +163,8 @@ def _layer_backward(
     # The op added to earlier positions only, so this may be read after it;
     # read before, XLA would keep a second copy of the whole accumulator.
     tokens = dy_GTM.shape[1]
-    dk += _present(accumulator[0], layer, present_at, tokens)
-    dv += _present(accumulator[1], layer, present_at, tokens)
+    dk += present_scale * _present(accumulator[0], layer, present_at, tokens)
+    dv += present_scale * _present(accumulator[1], layer, present_at, tokens)
   d_rotate, *d_projected = pull_rotate(
       (dq, dk.astype(k.dtype), dv.astype(v.dtype))
   )
@@ -234,6 +235,7 @@ def backward(
     layout: Layout,
     accumulator=None,
     present_at=None,
+    present_scale=1.0,
 ):
   """Pulls a cotangent back through all layers.
 
@@ -249,6 +251,7 @@ def backward(
       None to stop at the prefix.
     present_at: for a chunk of the prefix, the position it starts at: its own
       accumulated cotangent is read there and pulled back too.
+    present_scale: factor on that cotangent.
 
   Returns:
     dx_GTM, the updated layer_grads, and the updated accumulator.
@@ -258,7 +261,7 @@ def backward(
     layer, params, kept = inputs
     dx_GTM, grads, accumulator = _layer_backward(
         config, layout.gather(params), kept, dy_GTM, layer, context,
-        accumulator, present_at,
+        accumulator, present_at, present_scale,
     )
     layer_grads = jax.tree.map(
         lambda total, new: total.at[layer].add(new.astype(total.dtype)),

@@ -252,7 +252,7 @@ def _measure(problem, schedule, modes, repeats, results, workdir, bar):
     run_["temp_bytes"] = memory and memory.temp_size_in_bytes
     bar.update()
     bar.set_description(f"{mode}: first run, gradient")
-    (loss, _), gradient = jax.block_until_ready(function())
+    (loss, _, _), gradient = jax.block_until_ready(function())
     run_["loss"] = float(loss)
     reference = gradient if mode == "full" else reference
     if reference is not None:

@@ -105,8 +105,8 @@ def test_a_captured_state_gives_the_same_result():
     state = br.capture(decoder, params, group, schedule=schedule, keep=keep)
     assert int(state.length) == 11  # the prompt's last token runs with tails
     function = br.value_and_grad(decoder, tiny.loss, schedule=schedule)
-    (_, wanted), gradient = function(params, group, weights)
-    (_, log_probs), other = function(params, group, weights, state=state)
+    (_, wanted, _), gradient = function(params, group, weights)
+    (_, log_probs, _), other = function(params, group, weights, state=state)
     np.testing.assert_allclose(log_probs, wanted, atol=1e-6)
     assert tiny.worst(other, gradient) <= 1e-5
     by_autodiff = jax.grad(
@@ -181,8 +181,8 @@ def test_extending_a_state_equals_capturing_the_whole_prompt(x64):
   function = br.value_and_grad(
       decoder, tiny.loss, schedule=br.Schedule(activations="recompute")
   )
-  (_, wanted), gradient = function(params, group, weights)
-  (_, log_probs), other = function(params, group, weights, state=state)
+  (_, wanted, _), gradient = function(params, group, weights)
+  (_, log_probs, _), other = function(params, group, weights, state=state)
   np.testing.assert_allclose(log_probs, wanted, atol=1e-12)
   assert tiny.worst(other, gradient) <= 1e-11
 

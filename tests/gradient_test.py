@@ -57,7 +57,7 @@ def test_exact_and_full_equal_dense_for_every_architecture(x64, name):
   wanted = tiny.dense_gradient(decoder, params, group, weights)
   schedule = br.Schedule(chunk_size=5, activations="recompute")
   for mode in ("exact", "full"):
-    (_, log_probs), gradient = one_pass(
+    (_, log_probs, _), gradient = one_pass(
         decoder, params, group, weights, prefix_gradient=mode,
         schedule=schedule,
     )
@@ -182,10 +182,10 @@ def test_order_of_branches_does_not_matter(x64):
       group, tails=group.tails[order], tail_lengths=group.tail_lengths[order]
   )
   schedule = br.Schedule(branches_at_once=3)
-  (_, log_probs), gradient = one_pass(
+  (_, log_probs, _), gradient = one_pass(
       decoder, params, group, weights, schedule=schedule
   )
-  (_, moved), other = one_pass(
+  (_, moved, _), other = one_pass(
       decoder, params, shuffled, weights[order], schedule=schedule
   )
   assert tiny.worst(other, gradient) <= TOLERANCE
@@ -209,7 +209,7 @@ def test_stacked_groups_equal_the_sum_of_their_gradients(x64):
     log_probs.append(br.dense_log_probs(decoder, params, group))
   wanted = jax.tree.map(lambda *leaves: sum(leaves), *gradients)
   schedule = br.Schedule(chunk_size=8, activations="recompute")
-  (_, outputs), gradient = one_pass(
+  (_, outputs, _), gradient = one_pass(
       decoder, params, stacked, weights, schedule=schedule
   )
   assert tiny.worst(gradient, wanted) <= TOLERANCE
@@ -256,8 +256,8 @@ def test_padding_changes_nothing(x64):
       tails=jnp.pad(group.tails, ((0, 0), (0, 5)), constant_values=3),
   )
   wide = jnp.pad(weights, ((0, 0), (0, 5)), constant_values=2.0)
-  (value, log_probs), gradient = one_pass(decoder, params, group, weights)
-  (other, more), longer = one_pass(decoder, params, padded, wide)
+  (value, log_probs, _), gradient = one_pass(decoder, params, group, weights)
+  (other, more, _), longer = one_pass(decoder, params, padded, wide)
   np.testing.assert_allclose(other, value, rtol=1e-12)
   np.testing.assert_allclose(more[:, : log_probs.shape[1]], log_probs,
                              atol=1e-12)
@@ -268,7 +268,7 @@ def test_tails_of_nothing_give_zeros_and_a_zero_gradient():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group(tails=(0, 0))
   weights = tiny.weights(group)
-  (value, log_probs), gradient = one_pass(decoder, params, group, weights)
+  (value, log_probs, _), gradient = one_pass(decoder, params, group, weights)
   assert float(value) == 0 and not log_probs.any()
   chex.assert_trees_all_equal(gradient, engine.zero_grads(params))
 
@@ -296,7 +296,7 @@ def test_bfloat16_compute_gives_float32_gradients_near_the_float32_ones():
   )
   group = tiny.group()
   weights = tiny.weights(group)
-  (_, log_probs), gradient = one_pass(half, params, group, weights)
+  (_, log_probs, _), gradient = one_pass(half, params, group, weights)
   assert log_probs.dtype == jnp.float32
   assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {
       jnp.dtype("float32")

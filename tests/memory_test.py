@@ -43,7 +43,8 @@ def compiled(prompt, branches, mode="exact", activations="recompute"):
   )
   group = shapes(prompt, branches)
   weights = jax.ShapeDtypeStruct(group.tails.shape, jnp.float32)
-  return jax.jit(function).lower(params, group, weights).compile()
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  return jax.jit(function).lower(params, group, weights, key=key).compile()
 
 
 def temporaries(*args, **options) -> int:

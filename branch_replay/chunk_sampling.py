@@ -1,0 +1,185 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks the sampled prefix pass runs, and with what weight.
+
+Popping chunk i pulls its accumulated cotangent cᵢ back. If it is popped with
+probability qᵢ and cᵢ is scaled by 1/qᵢ, the expectation is the exact gradient,
+whatever qᵢ is, as long as it is settled before the draw. The size ‖cᵢ‖ is known
+by then, so qᵢ may follow it.
+"""
+
+import dataclasses
+from typing import Literal
+from typing import NamedTuple
+from typing import get_args
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+Law = Literal["importance", "uniform", "top"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """The estimator behind prefix_gradient="sampled".
+
+  Attributes:
+    chunks: expected number of chunks that run. Chunks whose probability is 1
+      always run, and count.
+    law: "importance", qᵢ ∝ ‖cᵢ‖ capped at 1, unbiased; "uniform", the same q
+      for all, unbiased; "top", the chunks of the largest ‖cᵢ‖ unscaled, which
+      is deterministic and biased.
+    floor: least probability of a chunk under "importance": an upper bound on
+      the weight 1/q.
+  """
+
+  chunks: float = 4.0
+  law: Law = "importance"
+  floor: float = 0.05
+
+  def __post_init__(self):
+    if not self.chunks > 0:
+      raise ValueError(f"Sampling.chunks must be > 0, not {self.chunks}.")
+    if self.law not in get_args(Law):
+      raise ValueError(
+          f"Unknown law {self.law!r}: use one of {', '.join(get_args(Law))}."
+      )
+    if not 0 < self.floor <= 1:
+      raise ValueError(f"Sampling.floor must lie in (0, 1]: {self.floor}.")
+
+
+class PrefixPass(NamedTuple):
+  """What a sampled prefix pass did, chunk by chunk.
+
+  Attributes:
+    probability: f32[n], qᵢ; 0 for chunks past the prefix.
+    drawn: bool[n], which chunks ran.
+    size: f32[n], ‖cᵢ‖ when the chunk was popped.
+  """
+
+  probability: jax.Array
+  drawn: jax.Array
+  size: jax.Array
+
+
+def sizes(accumulator, chunks: int) -> jax.Array:
+  """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents."""
+  def squares(x_LKPD):
+    layers, heads, positions, head_dim = x_LKPD.shape
+    shape = layers, heads, chunks, positions // chunks, head_dim
+    return jnp.sum(jnp.square(x_LKPD.reshape(shape)), axis=(0, 1, 3, 4))
+
+  return jnp.sqrt(sum(squares(x) for x in accumulator))
+
+
+def probabilities(sampling: Sampling, size_N, waiting_N, budget):
+  """qᵢ of the chunks that wait to be popped.
+
+  Importance: qᵢ = clip(λ‖cᵢ‖, floor, 1) with λ such that Σ qᵢ = budget (or the
+  closest that floor and cap allow).
+
+  Args:
+    sampling: the estimator.
+    size_N: ‖cᵢ‖ as accumulated so far.
+    waiting_N: bool, chunks not popped yet.
+    budget: expected number of chunks still to run.
+
+  Returns:
+    q_N, 0 where nothing waits.
+  """
+  count = jnp.maximum(jnp.sum(waiting_N), 1)
+  even = jnp.clip(budget / count, 0, 1)
+  if sampling.law == "uniform":
+    return jnp.where(waiting_N, even, 0)
+  if sampling.law == "top":
+    # How many waiting chunks are larger; of equals the later counts as larger,
+    # since it is popped first.
+    at = jnp.arange(size_N.shape[0])
+    larger = (size_N[None] > size_N[:, None]) | (
+        (size_N[None] == size_N[:, None]) & (at[None] > at[:, None])
+    )
+    rank_N = jnp.sum(larger & waiting_N[None], axis=1)
+    return jnp.where(waiting_N & (rank_N < budget), 1.0, 0.0)
+
+  floor = jnp.minimum(sampling.floor, jnp.maximum(even, 1e-6))
+  weight_N = jnp.where(waiting_N, size_N, 0)
+  weight_N = weight_N / jnp.maximum(jnp.max(weight_N), 1e-30)
+
+  def at(scale):
+    return jnp.where(waiting_N, jnp.clip(scale * weight_N, floor, 1), 0)
+
+  def halve(_, bounds):
+    low, high = bounds
+    middle = jnp.sqrt(low * high)
+    enough = jnp.sum(at(middle)) >= budget
+    return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+  # Weights lie in [0, 1], so λ lies between "all at the floor" and "all at 1".
+  low, high = jnp.full((), 1e-9, size_N.dtype), jnp.full((), 1e9, size_N.dtype)
+  _, scale = lax.fori_loop(0, 60, halve, (low, high))
+  return at(scale)
+
+
+def uniforms(key, chunks: int) -> jax.Array:
+  """One number in [0, 1) for every chunk, keyed by its index."""
+  draw = lambda index: jax.random.uniform(jax.random.fold_in(key, index))  # noqa: E731
+  return jax.vmap(draw)(jnp.arange(chunks))
+
+
+def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
+  """Pops the chunks that are drawn, last to first.
+
+  Args:
+    sampling: the estimator.
+    accumulator: cotangent of the state, pair of [L, K, P, D].
+    used: i32, chunks that hold the prefix.
+    uniform_N: numbers in [0, 1); chunk i runs if its number is below qᵢ.
+    pop: (index, scale, carry, accumulator) -> (carry, accumulator).
+    carry: handed through.
+
+  Returns:
+    The carry, and the `PrefixPass`.
+  """
+  chunks = uniform_N.shape[0]
+  index_N = jnp.arange(chunks)
+
+  def visit(step, state):
+    carry, accumulator, size_N, budget, report = state
+    index = used - 1 - step
+    q_N = probabilities(sampling, size_N, index_N <= index, budget)
+    q = q_N[index]
+    drawn = uniform_N[index] < q
+    biased = sampling.law == "top"
+    scale = 1.0 if biased else 1 / jnp.where(drawn, q, 1)
+
+    def once(_, state):
+      carry, accumulator, _ = state
+      carry, accumulator = pop(index, scale, carry, accumulator)
+      return carry, accumulator, sizes(accumulator, chunks)
+
+    report = PrefixPass(
+        report.probability.at[index].set(q),
+        report.drawn.at[index].set(drawn),
+        report.size.at[index].set(size_N[index]),
+    )
+    # A loop of no or one turn: unlike a conditional it updates in place.
+    carry, accumulator, size_N = lax.fori_loop(
+        0, drawn.astype(jnp.int32), once, (carry, accumulator, size_N)
+    )
+    if sampling.law != "uniform":
+      budget -= q
+    else:
+      budget = budget * index / jnp.maximum(index + 1, 1)
+    return carry, accumulator, size_N, budget, report
+
+  size_N = sizes(accumulator, chunks)
+  budget = jnp.minimum(
+      jnp.asarray(sampling.chunks, size_N.dtype), used.astype(size_N.dtype)
+  )
+  report = PrefixPass(
+      jnp.zeros_like(size_N), jnp.zeros(chunks, bool), jnp.zeros_like(size_N)
+  )
+  state = carry, accumulator, size_N, budget, report
+  carry, _, _, _, report = lax.fori_loop(0, used, visit, state)
+  return carry, report

@@ -1,0 +1,188 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The sampled prefix pass is unbiased, and runs what it says it runs."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import branch_replay as br
+from branch_replay import chunk_sampling
+from branch_replay import engine
+from branch_replay import passes
+from branch_replay import prefix_replay
+from branch_replay import readout
+from tests import memory_test
+from tests import tiny
+
+CHUNKS = br.Schedule(chunk_size=4, activations="recompute")
+LAWS = {
+    "importance": br.Sampling(chunks=2, floor=0.1),
+    "importance, most capped": br.Sampling(chunks=3.5),
+    "uniform": br.Sampling(chunks=1.5, law="uniform"),
+}
+
+
+@functools.cache
+def problem():
+  """A prefix of 15 positions in 4 chunks, in float64."""
+  decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
+  group = tiny.group(prompt=16, tails=(5, 2, 3))
+  return decoder, params, group, tiny.weights(group)
+
+
+def prepared(sampling):
+  """The prefix pass alone, after capture and tails."""
+  decoder, params, group, weights = problem()
+  task = prefix_replay.make_task(
+      decoder, group, readout.LogProbs(), "sampled", CHUNKS, sampling
+  )
+  state = br.capture(decoder, params, group, schedule=CHUNKS)
+
+  @jax.jit
+  def visit():
+    accumulator = tuple(jnp.zeros_like(x) for x in state.mixer)
+    return engine.visit_branches(
+        task, params, engine.zero_grads(params), accumulator, state, group,
+        passes.cotangent_of(tiny.loss), (weights,),
+    )[:2]
+
+  grads, accumulator = visit()
+
+  @jax.jit
+  def run(uniform_N):
+    return passes.prefix_pass(
+        task, params, grads, accumulator, state, uniform_N
+    )
+
+  return run
+
+
+def exact_gradient():
+  decoder, params, group, weights = problem()
+  return br.value_and_grad(decoder, tiny.loss, schedule=CHUNKS)(
+      params, group, weights
+  )[1]
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_mean_over_all_masks_is_the_exact_gradient(x64, name):
+  run = prepared(LAWS[name])
+  total, mean, counts = 0.0, None, 0.0
+  for mask in itertools.product((0.0, 1.0), repeat=4):
+    grads, report = run(jnp.array(mask))  # 0 always runs, 1 never
+    q, drawn = np.asarray(report.probability), np.asarray(report.drawn)
+    np.testing.assert_array_equal(drawn, np.array(mask) == 0)
+    weight = float(np.prod(np.where(drawn, q, 1 - q)))
+    total += weight
+    counts += weight * drawn.sum()
+    weighted = jax.tree.map(lambda x, w=weight: w * x, grads)
+    mean = weighted if mean is None else jax.tree.map(jnp.add, mean, weighted)
+  assert total == pytest.approx(1, abs=1e-12)
+  assert tiny.worst(mean, exact_gradient()) <= 1e-12
+  assert counts == pytest.approx(LAWS[name].chunks, abs=0.2)
+
+
+def test_biased_weights_would_be_seen(x64):
+  # Negative control: without 1/q the same mean is far off.
+  run = prepared(LAWS["uniform"])
+  unscaled = prepared(br.Sampling(chunks=4, law="uniform"))
+  none, _ = run(jnp.ones(4))
+  every, _ = unscaled(jnp.zeros(4))
+  wrong = jax.tree.map(lambda a, b: a + 0.375 * (b - a), none, every)
+  assert tiny.worst(wrong, exact_gradient()) > 0.05
+
+
+def test_a_budget_of_all_chunks_is_the_exact_gradient(x64):
+  decoder, params, group, weights = problem()
+  for law in ("importance", "uniform", "top"):
+    evaluation, gradient = br.value_and_grad(
+        decoder, tiny.loss, schedule=CHUNKS, prefix_gradient="sampled",
+        sampling=br.Sampling(chunks=9, law=law),
+    )(params, group, weights, key=jax.random.key(0))
+    assert tiny.worst(gradient, exact_gradient()) <= 1e-11
+    assert evaluation.prefix_pass.drawn.all()
+
+
+def test_one_pass_and_autodiff_draw_the_same_chunks(x64):
+  decoder, params, group, weights = problem()
+  options = dict(
+      schedule=CHUNKS, prefix_gradient="sampled", sampling=LAWS["uniform"]
+  )
+  gradients = []
+  for seed in (0, 0, 1):
+    key = jax.random.key(seed)
+    _, gradient = br.value_and_grad(decoder, tiny.loss, **options)(
+        params, group, weights, key=key
+    )
+    gradients.append(gradient)
+  chex.assert_trees_all_equal(gradients[0], gradients[1])
+  assert tiny.worst(gradients[0], gradients[2]) > 1e-3
+  by_autodiff = jax.grad(
+      lambda p: tiny.loss(
+          br.log_probs(decoder, p, group, key=jax.random.key(0), **options),
+          weights,
+      )
+  )(params)
+  assert tiny.worst(by_autodiff, gradients[0]) <= 1e-11
+
+
+def test_top_runs_the_chunks_of_the_largest_cotangent(x64):
+  run = prepared(br.Sampling(chunks=2, law="top"))
+  everything = prepared(br.Sampling(chunks=4, law="top"))
+  _, report = run(jnp.full(4, 0.5))
+  _, whole = everything(jnp.full(4, 0.5))
+  assert int(report.drawn.sum()) == 2
+  skipped = np.asarray(whole.size)[~np.asarray(report.drawn)].max()
+  assert np.asarray(report.size)[np.asarray(report.drawn)].min() > skipped / 2
+  np.testing.assert_array_equal(report.probability, report.drawn)
+
+
+def test_stacked_groups_draw_with_keys_of_their_own():
+  decoder, params = tiny.model(tiny.BASE)
+  groups = br.stack([tiny.group(prompt=40, tails=(3, 2), seed=0)] * 4)
+  evaluation, _ = br.value_and_grad(
+      decoder, tiny.loss, schedule=CHUNKS, prefix_gradient="sampled",
+      sampling=br.Sampling(chunks=4, law="uniform"),
+  )(params, groups, tiny.weights(groups), key=jax.random.key(0))
+  assert len({tuple(row.tolist()) for row in evaluation.prefix_pass.drawn}) > 1
+
+
+def test_probabilities_meet_the_budget_between_floor_and_cap():
+  rng = np.random.default_rng(0)
+  for budget in (0.5, 2.0, 5.5, 9.0):
+    sizes = jnp.asarray(np.exp(3 * rng.normal(size=12)), jnp.float32)
+    waiting = jnp.arange(12) < 10
+    q = chunk_sampling.probabilities(
+        br.Sampling(floor=0.02), sizes, waiting, budget
+    )
+    assert float(q.sum()) == pytest.approx(budget, rel=1e-3)
+    assert float(q.max()) <= 1 and not q[10:].any()
+    assert float(q[:10].min()) >= 0.02 - 1e-6
+    order = np.argsort(sizes[:10])
+    assert (np.diff(np.asarray(q)[order]) >= -1e-6).all()
+
+
+def test_sampling_holds_no_second_copy_of_the_accumulator():
+  exact = memory_test.temporaries(4096, 4)
+  sampled = memory_test.temporaries(4096, 4, mode="sampled")
+  assert sampled <= exact + 0.02 * memory_test.state_bytes(4096)
+
+
+def test_bad_settings():
+  decoder, params = tiny.model(tiny.BASE)
+  with pytest.raises(ValueError, match="pass key="):
+    br.log_probs(
+        decoder, params, tiny.group(), prefix_gradient="sampled"
+    )
+  with pytest.raises(ValueError, match="Unknown law 'greedy'"):
+    br.Sampling(law="greedy")
+  with pytest.raises(ValueError, match="chunks must be > 0"):
+    br.Sampling(chunks=0)
+  with pytest.raises(ValueError, match="floor"):
+    br.Sampling(floor=0)
