@@ -139,7 +139,7 @@ def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
     carry: handed through.
 
   Returns:
-    The carry, and the `PrefixPass`.
+    The carry, the accumulator, and the `PrefixPass`.
   """
   chunks = uniform_N.shape[0]
   index_N = jnp.arange(chunks)
@@ -181,5 +181,5 @@ def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
       jnp.zeros_like(size_N), jnp.zeros(chunks, bool), jnp.zeros_like(size_N)
   )
   state = carry, accumulator, size_N, budget, report
-  carry, _, _, _, report = lax.fori_loop(0, used, visit, state)
-  return carry, report
+  carry, accumulator, _, _, report = lax.fori_loop(0, used, visit, state)
+  return carry, accumulator, report

@@ -119,11 +119,11 @@ def prefix_pass(
     uniform_N: for `sampled`, the numbers that chunks are drawn by.
 
   Returns:
-    grads, and in `sampled` the `PrefixPass`.
+    grads, the whole cotangent of the state, and in `sampled` the `PrefixPass`.
   """
   chunks = task.chunks(state.capacity)
   if not chunks.count:
-    return grads, None
+    return grads, accumulator, None
   used = _used(state.length, chunks)
 
   def pop(index, scale, grads, accumulator):
@@ -140,12 +140,12 @@ def prefix_pass(
         task.sampling, accumulator, used, uniform_N, pop, grads
     )
   if chunks.count == 1:  # without a loop what was kept is not copied
-    return pop(0, 1.0, grads, accumulator)[0], None
-  grads, _ = lax.fori_loop(
+    return *pop(0, 1.0, grads, accumulator), None
+  grads, accumulator = lax.fori_loop(
       0, used, lambda step, carry: pop(used - 1 - step, 1.0, *carry),
       (grads, accumulator),
   )
-  return grads, None
+  return grads, accumulator, None
 
 
 def _gradient(
@@ -164,7 +164,7 @@ def _gradient(
     uniform_N = None
     if task.prefix_gradient == "sampled":
       uniform_N = chunk_sampling.uniforms(key, chunks.count)
-    grads, report = prefix_pass(
+    grads, _, report = prefix_pass(
         task, params, grads, accumulator, state, uniform_N
     )
   return grads, outputs, extra, report

@@ -91,7 +91,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
       schedule=br.Schedule(chunk_size=config.chunk_size),
   )
   tails = rollout.tails()
-  rewards_G = np.array([_reward(tokenizer, tail, text) for tail in tails])
+  rewards_G = np.array([reward(tokenizer, tail, text) for tail in tails])
   spread = rewards_G.std()
   if spread == 0:
     raise ValueError(
@@ -106,7 +106,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   return Problem(model, pretrained.params, group, advantages_G)
 
 
-def _reward(tokenizer, tail, text: str) -> float:
+def reward(tokenizer, tail, text: str) -> float:
   """Share of an answer's words that occur in the document."""
   if tokenizer is None:
     return float(np.mean(np.asarray(tail) % 7))

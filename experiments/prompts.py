@@ -33,7 +33,13 @@ def document(path: str) -> str:
 
 
 def about_document(
-    pretrained: pretrained_lib.Pretrained, text: str, tokens: int
+    pretrained: pretrained_lib.Pretrained,
+    text: str,
+    tokens: int,
+    *,
+    question: str = _QUESTION,
+    needle: str = "",
+    depth: float = 0.5,
 ) -> list[int]:
   """A chat prompt of exactly `tokens` ids: a document and a question on it.
 
@@ -41,6 +47,9 @@ def about_document(
     pretrained: model with tokenizer and chat template.
     text: the document, of which as much is used as fits.
     tokens: length of the whole prompt.
+    question: asked after the document.
+    needle: a sentence to hide in the document.
+    depth: where to hide it, 0 at the start and 1 at the end.
 
   Returns:
     Ids.
@@ -52,10 +61,11 @@ def about_document(
   def encode(part):
     return pretrained.tokenizer.encode(part, add_special_tokens=False).ids
 
-  message = {"role": "user", "content": f"{_MARK}\n\n{_QUESTION}"}
+  message = {"role": "user", "content": f"{_MARK}\n\n{question}"}
   before, after = chat.render_chat(pretrained, [message]).split(_MARK)
   before, after = encode(before), encode(after)
-  room = tokens - len(before) - len(after)
+  hidden = encode(f"\n\n{needle}\n\n") if needle else []
+  room = tokens - len(before) - len(after) - len(hidden)
   if room < 1:
     raise ValueError(
         f"prompt_tokens={tokens} leaves no room for a document: the question "
@@ -69,4 +79,5 @@ def about_document(
         f"The document has {len(body)} tokens; prompt_tokens={tokens} needs "
         f"{room}. Name a longer one with --config.document=FILE."
     )
-  return before + body + after
+  cut = int(depth * room)
+  return before + body[:cut] + hidden + body[cut:] + after

@@ -56,9 +56,10 @@ def prepared(sampling):
 
   @jax.jit
   def run(uniform_N):
-    return passes.prefix_pass(
+    gradient, _, report = passes.prefix_pass(
         task, params, grads, accumulator, state, uniform_N
     )
+    return gradient, report
 
   return run
 

@@ -1,0 +1,321 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The bias of stopping at the prefix, and of estimators that do not stop.
+
+For every case (document, seed, shape) the tails are run once; stop is the
+gradient then, exact the gradient after the whole prefix pass, and every
+estimator continues from the same accumulated cotangent. Cases are appended to
+cases.jsonl as they finish; results.json summarises them.
+
+  python -m experiments.bias_sweep --config=configs/bias_sweep.py
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import tqdm
+
+import branch_replay as br
+from branch_replay import chunk_sampling
+from branch_replay import compare
+from branch_replay import engine
+from branch_replay import passes
+from branch_replay import prefix_replay
+from branch_replay import readout
+from branch_replay.weights import pretrained as pretrained_lib
+from experiments import bias_report
+from experiments import cli
+from experiments import compare_backward
+from experiments import prompts
+from experiments import record
+
+# Real text that ships with Python: its language reference, and the source of
+# modules that are mostly prose or mostly code.
+_SOURCES = ("_pydecimal", "argparse", "tarfile", "statistics")
+_BINS = 64  # of the profile over positions
+_NEEDLE = "Note: the access code of the archive is {code}."
+_ASK = "What is the access code of the archive? Answer with the number only."
+
+
+def documents() -> list[str]:
+  """Five long texts."""
+  texts = [prompts.python_reference()]
+  for name in _SOURCES:
+    file = importlib.util.find_spec(name).origin
+    texts.append(pathlib.Path(file).read_text(encoding="utf-8"))
+  return texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One group to study; `depth` is set for retrieval prompts."""
+
+  document: int
+  seed: int
+  prompt_tokens: int
+  tail_tokens: int
+  branches: int
+  advantages: str
+  depth: float | None = None
+
+
+def cases(config: ml_collections.ConfigDict) -> list[Case]:
+  """All cases of a config, seeds outermost: any prefix is a fair sample."""
+  found = []
+  for seed in range(config.seeds):
+    for document in range(config.documents):
+      for prompt, tail, branches, advantages in config.shapes:
+        found.append(Case(document, seed, prompt, tail, branches, advantages))
+      for prompt, tail, branches in config.retrieval:
+        if seed < config.budget_seeds:
+          for depth in config.depths:
+            found.append(
+                Case(document, seed, prompt, tail, branches, "fact", depth)
+            )
+  return found
+
+
+def group_of(pretrained: pretrained_lib.Pretrained, case: Case, texts):
+  """The group of a case, its advantages, and its rewards."""
+  text, code = texts[case.document], None
+  start = (case.seed * 7919) % max(1, len(text) // 2)
+  text = text[start:]
+  if case.depth is None:
+    prompt = prompts.about_document(pretrained, text, case.prompt_tokens)
+  else:
+    code = str(1000 + (case.seed * 613 + case.document * 389) % 9000)
+    prompt = prompts.about_document(
+        pretrained, text, case.prompt_tokens, question=_ASK,
+        needle=_NEEDLE.format(code=code), depth=case.depth,
+    )
+  key = jax.random.fold_in(jax.random.key(case.seed), case.document)
+  rollout = br.sample(
+      pretrained.model, pretrained.params, prompt, key=key,
+      branches=case.branches, max_tokens=case.tail_tokens,
+      stop_ids=pretrained.stop_ids,
+  )
+  tails = rollout.tails()
+  rewards_G = np.asarray(jax.random.normal(
+      jax.random.fold_in(key, case.branches), (case.branches,)
+  ))
+  if case.advantages == "words":
+    rewards_G = np.array([
+        compare_backward.reward(pretrained.tokenizer, tail, text)
+        for tail in tails
+    ])
+  elif case.advantages == "fact":
+    rewards_G = np.array([
+        float(code in pretrained.tokenizer.decode(tail)) for tail in tails
+    ])
+  spread = rewards_G.std()
+  advantages_G = (rewards_G - rewards_G.mean()) / (spread or 1.0)
+  # One shape a case: answers that all end early would be padded to less.
+  width = jnp.zeros((case.branches, case.tail_tokens), jnp.int32)
+  group = br.Group.create(prompt, tails, config=pretrained.config)
+  tokens = min(case.tail_tokens, group.tails.shape[1])
+  group = dataclasses.replace(
+      group, tails=width.at[:, :tokens].set(group.tails[:, :tokens])
+  )
+  return group, jnp.asarray(advantages_G, jnp.float32), rewards_G
+
+
+class Study:
+  """Compiled pieces for one shape."""
+
+  def __init__(self, model, schedule: br.Schedule):
+    self._model, self._schedule = model, schedule
+    self.visit = jax.jit(self._visit)
+    self.finish = jax.jit(self._finish, static_argnums=0)
+    self.moments = jax.jit(_moments)
+
+  def task(self, group, mode, sampling=chunk_sampling.Sampling()):
+    return prefix_replay.make_task(
+        self._model, group, readout.LogProbs(), mode, self._schedule, sampling
+    )
+
+  def capture(self, params, group):
+    return br.capture(
+        self._model, params, group, schedule=self._schedule, keep=True
+    )
+
+  def _visit(self, params, state, group, advantages_G):
+    weight = 1.0 / jnp.maximum(jnp.sum(group.tail_lengths), 1)
+    weights_G = jnp.full(advantages_G.shape, weight)
+    accumulator = tuple(jnp.zeros_like(x) for x in state.mixer)
+    return engine.visit_branches(
+        self.task(group, "exact"), params, engine.zero_grads(params),
+        accumulator, state, group,
+        passes.cotangent_of(compare_backward.policy_gradient_loss),
+        (advantages_G, weights_G),
+    )[:2]
+
+  def _finish(self, task, params, grads, accumulator, state, uniform_N):
+    return passes.prefix_pass(
+        task, params, grads, accumulator, state, uniform_N
+    )
+
+
+def _moments(gradient, reference):
+  """Dot products g·r, g·g, r·r of every matrix, one a layer."""
+  def dots(path, g, r):
+    layered = path[0].key == "layers"
+    axes = tuple(range(int(layered), g.ndim))
+    return jnp.stack([
+        jnp.sum(g * r, axes), jnp.sum(g * g, axes), jnp.sum(r * r, axes)
+    ])
+
+  return jax.tree_util.tree_map_with_path(dots, gradient, reference)
+
+
+def distance(moments) -> dict:
+  """Cosine, relative error and norm ratio, whole, by matrix and by layer."""
+  moments = {
+      name: leaf.astype(np.float64).reshape(3, -1)
+      for name, leaf in compare.named(moments).items()
+  }
+
+  def cosine(gr, gg, rr):
+    return float(gr / np.sqrt(max(gg * rr, 1e-300)))
+
+  gr, gg, rr = sum(leaf.sum(axis=1) for leaf in moments.values())
+  return {
+      "cosine": cosine(gr, gg, rr),
+      "relative_error": float(np.sqrt(max(gg - 2 * gr + rr, 0) / rr)),
+      "norm_ratio": float(np.sqrt(gg / rr)),
+      "per_matrix_cosine": {
+          name: round(cosine(*leaf.sum(axis=1)), 4)
+          for name, leaf in moments.items()
+      },
+      "per_layer_cosine": {
+          name: [round(cosine(*layer), 4) for layer in leaf.T]
+          for name, leaf in moments.items()
+          if leaf.shape[1] > 1 and name.endswith("kernel")
+      },
+  }
+
+
+@jax.jit
+def _adam_update(grads):
+  """The first step of Adam: with no history, g / (|g| + ε)."""
+  return jax.tree.map(lambda g: g / (jnp.abs(g) + 1e-8), grads)
+
+
+def profile(accumulator, length: int) -> list[float]:
+  """Share of the squared cotangent in equal bins of the prefix."""
+  squares_P = sum(
+      np.asarray(jnp.sum(jnp.square(x), axis=(0, 1, 3)))[:length]
+      for x in accumulator
+  )
+  bins = np.array_split(squares_P, _BINS)
+  total = max(float(squares_P.sum()), 1e-300)
+  return [round(float(part.sum()) / total, 6) for part in bins]
+
+
+def estimators(config, case: Case):
+  """(name, sampling, draws) of the estimators studied on a case."""
+  if case.prompt_tokens < 16 * config.chunks:
+    return
+  third = config.chunks / 3
+  for budget in config.budgets:
+    if abs(budget - third) > 1e-6 and case.seed >= config.budget_seeds:
+      continue
+    for law in ("importance", "uniform"):
+      yield law, br.Sampling(chunks=budget, law=law), config.draws
+  if case.seed < config.budget_seeds:
+    for count in config.top:
+      yield "top", br.Sampling(chunks=float(count), law="top"), 1
+
+
+def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
+  """Everything that is measured on one case."""
+  params = pretrained.params
+  group, advantages_G, rewards_G = group_of(pretrained, case, texts)
+  length = int(group.prompt_length) - 1
+  result = dataclasses.asdict(case) | {
+      "rewards": [round(float(r), 4) for r in rewards_G], "estimators": []
+  }
+  if not np.asarray(advantages_G).any():
+    return result | {"dead": True}
+  state = parts.capture(params, group)
+  stop, accumulator = parts.visit(params, state, group, advantages_G)
+  result["profile_tails"] = profile(accumulator, length)
+  finish = functools.partial(
+      parts.finish, params=params, grads=stop, accumulator=accumulator,
+      state=state,
+  )
+  exact, whole, _ = finish(parts.task(group, "exact"), uniform_N=None)
+  result["profile"] = profile(whole, length)
+  del whole
+  result["stop"] = distance(parts.moments(stop, exact))
+  update = parts.moments(_adam_update(stop), _adam_update(exact))
+  result["stop_adam_cosine"] = distance(update)["cosine"]
+  for law, sampling, draws in estimators(config, case):
+    task = parts.task(group, "sampled", sampling)
+    for draw in range(draws):
+      key = jax.random.fold_in(jax.random.key(case.seed + 1), draw)
+      uniform_N = chunk_sampling.uniforms(key, config.chunks)
+      gradient, _, report = finish(task, uniform_N=uniform_N)
+      far = distance(parts.moments(gradient, exact))
+      result["estimators"].append({
+          "law": law, "budget": sampling.chunks, "draw": draw,
+          "chunks_run": int(report.drawn.sum()),
+          **{name: far[name] for name in (
+              "cosine", "relative_error", "norm_ratio")},
+      })
+      del gradient
+  return result
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
+  """Runs the cases that are not done yet; see the module.
+
+  Args:
+    config: configs/bias_sweep.py.
+    workdir: holds cases.jsonl, results.json and figures.
+
+  Returns:
+    The summary.
+  """
+  workdir = pathlib.Path(workdir).resolve()
+  workdir.mkdir(parents=True, exist_ok=True)
+  log = workdir / "cases.jsonl"
+  lines = log.read_text().splitlines() if log.exists() else []
+  done = [json.loads(line) for line in lines]
+  names = [field.name for field in dataclasses.fields(Case)]
+  known = {tuple(case[name] for name in names) for case in done}
+  waiting = [
+      case for case in cases(config)
+      if dataclasses.astuple(case) not in known
+  ]
+  pretrained, texts = compare_backward.load(config), documents()
+  studies = {}
+  for case in tqdm.tqdm(waiting, desc="cases"):
+    size = -(-(case.prompt_tokens - 1) // config.chunks)
+    parts = studies.setdefault(size, Study(
+        pretrained.model,
+        br.Schedule(chunk_size=size, activations="keep"),
+    ))
+    done.append(study(config, pretrained, case, texts, parts))
+    with log.open("a") as file:
+      file.write(json.dumps(done[-1]) + "\n")
+  results = {
+      "environment": record.environment(),
+      "config": config.to_dict(),
+      "summary": bias_report.summarize(done),
+  }
+  record.write_json(workdir / "results.json", results)
+  bias_report.draw(results, workdir)
+  print(bias_report.table(results))
+  print(f"Wrote {workdir / 'results.json'} and figures beside it.")
+  return results
+
+
+if __name__ == "__main__":
+  cli.main(run, "configs/bias_sweep.py")
