@@ -294,7 +294,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       case for case in cases(config)
       if dataclasses.astuple(case) not in known
   ]
-  pretrained, texts = compare_backward.load(config), documents()
+  pretrained, texts = compare_backward.load(config.model), documents()
   studies = {}
   for case in tqdm.tqdm(waiting, desc="cases"):
     size = -(-(case.prompt_tokens - 1) // config.chunks)

@@ -56,26 +56,26 @@ def policy_gradient_loss(log_probs_GT, advantages_G, weights_G):
   return -jnp.sum(jnp.sum(log_probs_GT, axis=1) * advantages_G * weights_G)
 
 
-def load(config: ml_collections.ConfigDict) -> pretrained_lib.Pretrained:
-  """The model of a config: "smollm2", "tiny", or a path to weights."""
-  if config.model == "tiny":
-    model = br.Decoder(
-        dataclasses.replace(_TINY, compute_dtype=config.compute_dtype)
-    )
-    params = model.init(
-        jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-    )["params"]
-    return pretrained_lib.Pretrained(model, params)
-  if config.model == "smollm2":
-    return gguf.load_smollm2(compute_dtype=config.compute_dtype)
-  if config.model.endswith(".gguf"):
-    return br.load_gguf(config.model, compute_dtype=config.compute_dtype)
-  return br.load_hf(config.model, compute_dtype=config.compute_dtype)
+def load(
+    name: str, *, compute_dtype: str = "float32", seed: int = 0
+) -> pretrained_lib.Pretrained:
+  """The model "smollm2", "tiny" (random, by `seed`), or a path to weights."""
+  if name == "tiny":
+    model = br.Decoder(dataclasses.replace(_TINY, compute_dtype=compute_dtype))
+    key, token = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
+    return pretrained_lib.Pretrained(model, model.init(key, token)["params"])
+  if name == "smollm2":
+    return gguf.load_smollm2(compute_dtype=compute_dtype)
+  if name.endswith(".gguf"):
+    return br.load_gguf(name, compute_dtype=compute_dtype)
+  return br.load_hf(name, compute_dtype=compute_dtype)
 
 
 def build(config: ml_collections.ConfigDict) -> Problem:
   """Prompt, sampled tails and advantages of a config."""
-  pretrained = load(config)
+  pretrained = load(
+      config.model, compute_dtype=config.compute_dtype, seed=config.seed
+  )
   model, tokenizer = pretrained.model, pretrained.tokenizer
   text = prompts.document(config.document)
   if tokenizer is None:
