@@ -17,6 +17,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay.layout import Layout
+
 Law = Literal["importance", "uniform", "top"]
 
 
@@ -63,14 +65,14 @@ class PrefixPass(NamedTuple):
   size: jax.Array
 
 
-def sizes(accumulator, chunks: int) -> jax.Array:
+def sizes(accumulator, chunks: int, layout: Layout = Layout()) -> jax.Array:
   """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents."""
   def squares(x_LKPD):
     layers, heads, positions, head_dim = x_LKPD.shape
     shape = layers, heads, chunks, positions // chunks, head_dim
     return jnp.sum(jnp.square(x_LKPD.reshape(shape)), axis=(0, 1, 3, 4))
 
-  return jnp.sqrt(sum(squares(x) for x in accumulator))
+  return jnp.sqrt(layout.sum(sum(squares(x) for x in accumulator)))
 
 
 def probabilities(sampling: Sampling, size_N, waiting_N, budget):
@@ -127,7 +129,10 @@ def uniforms(key, chunks: int) -> jax.Array:
   return jax.vmap(draw)(jnp.arange(chunks))
 
 
-def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
+def run(
+    sampling: Sampling, accumulator, used, uniform_N, pop, carry,
+    layout: Layout = Layout(),
+):
   """Pops the chunks that are drawn, last to first.
 
   Args:
@@ -137,6 +142,7 @@ def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
     uniform_N: numbers in [0, 1); chunk i runs if its number is below qᵢ.
     pop: (index, scale, carry, accumulator) -> (carry, accumulator).
     carry: handed through.
+    layout: where the accumulator lives.
 
   Returns:
     The carry, the accumulator, and the `PrefixPass`.
@@ -156,7 +162,7 @@ def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
     def once(_, state):
       carry, accumulator, _ = state
       carry, accumulator = pop(index, scale, carry, accumulator)
-      return carry, accumulator, sizes(accumulator, chunks)
+      return carry, accumulator, sizes(accumulator, chunks, layout)
 
     report = PrefixPass(
         report.probability.at[index].set(q),
@@ -173,7 +179,7 @@ def run(sampling: Sampling, accumulator, used, uniform_N, pop, carry):
       budget = budget * index / jnp.maximum(index + 1, 1)
     return carry, accumulator, size_N, budget, report
 
-  size_N = sizes(accumulator, chunks)
+  size_N = sizes(accumulator, chunks, layout)
   budget = jnp.minimum(
       jnp.asarray(sampling.chunks, size_N.dtype), used.astype(size_N.dtype)
   )

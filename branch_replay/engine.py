@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
+from branch_replay import layout as layout_lib
 from branch_replay import readout as readout_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
@@ -58,31 +59,49 @@ class Task:
     """Whether tails add up the cotangent of the prefix state."""
     return self.prefix_gradient in ("exact", "sampled")
 
+  @property
+  def layout(self) -> layout_lib.Layout:
+    return self.schedule.layout
+
   def chunks(self, positions: int) -> state_lib.Chunks:
-    return state_lib.chunks(positions, self.schedule.chunk_size)
+    return state_lib.chunks(
+        positions, self.schedule.chunk_size, self.layout.devices
+    )
+
+  def outer(self, params):
+    """All parameters outside the layers."""
+    return self.layout.gather("", segment.outer(params))
 
   def at_once(self, branches: int) -> int:
     if self.prefix_gradient == "full":
       return 1
     return min(self.schedule.branches_at_once or branches, branches)
 
-  def policy(self, group: group_lib.Group) -> str:
-    """The activation policy for groups of this shape."""
+  def policy(self, group: group_lib.Group, *, one_pass: bool) -> str:
+    """The activation policy for groups of this shape.
+
+    Args:
+      group: the group, or its shapes.
+      one_pass: whether the backward pass of a visit follows its forward pass
+        at once, so that one visit's activations are held at a time.
+    """
     branches, tokens = group.tails.shape[-2:]
     prefix = group.prompt.shape[-1] - 1
-    rows = self.at_once(branches)
     if self.prefix_gradient == "full":
-      return self.schedule.policy(self.config, 0, prefix + tokens)
-    if self.prefix_gradient == "stop":
+      tokens, prefix = prefix + tokens, 0
+    elif self.prefix_gradient == "stop":
       prefix = 0
-    return self.schedule.policy(self.config, prefix, rows * tokens)
+    rows = self.at_once(branches) * tokens
+    held = rows if one_pass else branches * tokens
+    return self.schedule.policy(self.config, prefix, rows, held)
 
 
 class Branches(NamedTuple):
   """Rows to run with autodiff, leading axis G.
 
-  A tail runs on its own inputs; in `full` a row is the whole sequence. Either
-  way the T outputs are those of the window that starts at `window`.
+  A tail runs on its own inputs; in `full` a row is the whole sequence. The T
+  targets belong to the row's positions from a window on, which starts at 0 for
+  a tail and at the boundary token for a whole sequence.
   """
 
   tokens_GS: jax.Array
@@ -104,14 +123,15 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
     The mixer state with the chunk's keys and values, and what was kept.
   """
   size = task.chunks(state.capacity).size
-  tokens, context = _chunk(state.tokens, state.mixer, index, size)
+  tokens, context = _chunk(task, state.tokens, state.mixer, index, size)
   _, present, kept = segment.forward(
       task.config, params["layers"],
-      segment.embed(task.model, params, tokens), context,
-      layout=task.schedule.layout, keep=keep, present=True,
+      segment.embed(task.model, task.outer(params), tokens), context,
+      layout=task.layout, keep=keep, present=True,
   )
+  at = context.prefix_length
   mixer = tuple(
-      lax.dynamic_update_slice_in_dim(x, new[:, :, 0], index * size, axis=2)
+      lax.dynamic_update_slice_in_dim(x, new[:, :, 0], at, axis=2)
       for x, new in zip(state.mixer, present, strict=True)
   )
   return mixer, kept
@@ -138,16 +158,16 @@ def pop_chunk(
   Returns:
     grads and accumulator.
   """
-  positions = accumulator[0].shape[2]
+  positions = accumulator[0].shape[2] * task.layout.devices
   size = task.chunks(positions).size
-  all_tokens = jnp.pad(state.tokens, (0, positions - state.capacity))
-  tokens, context = _chunk(all_tokens, state.mixer, index, size)
-  layout = task.schedule.layout
+  room = max(0, positions - state.capacity)
+  all_tokens = jnp.pad(state.tokens, (0, room))
+  tokens, context = _chunk(task, all_tokens, state.mixer, index, size)
   if kept is None:
     y_GTM, _, kept = segment.forward(
         task.config, params["layers"],
-        segment.embed(task.model, params, tokens), context,
-        layout=layout, keep=_segment_keep(task.schedule.activations),
+        segment.embed(task.model, task.outer(params), tokens), context,
+        layout=task.layout, keep=_segment_keep(task.schedule.activations),
     )
     shape, dtype = y_GTM.shape, y_GTM.dtype
   else:
@@ -155,11 +175,12 @@ def pop_chunk(
   dx_GTM, layer_grads, accumulator = segment.backward(
       task.config, params["layers"], grads["layers"], kept,
       jnp.zeros(shape, dtype), context,
-      layout=layout, accumulator=accumulator, present_at=index * size,
-      present_scale=scale,
+      layout=task.layout, accumulator=accumulator,
+      present_at=context.prefix_length, present_scale=scale,
   )
   grads = grads | {"layers": layer_grads}
-  return segment.embed_backward(grads, tokens, dx_GTM), accumulator
+  grads = segment.embed_backward(grads, tokens, dx_GTM, task.layout)
+  return grads, accumulator
 
 
 def visit_branches(
@@ -185,29 +206,29 @@ def visit_branches(
     visits (with a leading axis) and for the last, smaller one.
   """
   branches, window, context_of = _branches(task, state, group)
+  outer = task.outer(params)
 
   def visit(carry, part):
     grads, accumulator = carry
     (rows, args), kept = part
     context = context_of(rows, window)
+    policy = task.schedule.activations
     if kept is None:
-      kept = _run(task, params, rows, context, task.schedule.activations)
+      kept = _run(task, params, outer, rows, context, policy)
     y_GSM, stages = kept
-    outputs, pull = jax.vjp(
-        lambda outer, y: _read(task, outer, y, rows, window),
-        segment.outer(params), y_GSM,
-    )
+    outputs, pull = _read(task, outer, y_GSM, rows, window)
     d_outputs, extra = cotangent(outputs, *args)
     d_outer, dy_GSM = pull(d_outputs)
     dx_GSM, layer_grads, accumulator = segment.backward(
         task.config, params["layers"], grads["layers"], stages, dy_GSM,
-        context, layout=task.schedule.layout, accumulator=accumulator,
+        context, layout=task.layout, accumulator=accumulator,
     )
     grads = {"layers": layer_grads} | jax.tree.map(
         lambda total, new: total + new.astype(total.dtype),
-        segment.outer(grads), d_outer,
+        segment.outer(grads), task.layout.reduce("", d_outer),
     )
-    grads = segment.embed_backward(grads, rows.tokens_GS, dx_GSM)
+    tokens = task.layout.mine(rows.tokens_GS, 1)
+    grads = segment.embed_backward(grads, tokens, dx_GSM, task.layout)
     return (grads, accumulator), (outputs, extra)
 
   parts = _split((branches, args), task.at_once(group.tails.shape[0]))
@@ -235,10 +256,12 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
   """
   branches, window, context_of = _branches(task, state, group)
   policy = task.schedule.activations if keep else None
+  outer = task.outer(params)
 
   def run(_, rows):
-    y_GSM, stages = _run(task, params, rows, context_of(rows, window), policy)
-    outputs = _read(task, segment.outer(params), y_GSM, rows, window)
+    context = context_of(rows, window)
+    y_GSM, stages = _run(task, params, outer, rows, context, policy)
+    outputs, _ = _read(task, outer, y_GSM, rows, window)
     return None, (outputs, (y_GSM, stages) if keep else None)
 
   parts = _split(branches, task.at_once(group.tails.shape[0]))
@@ -262,12 +285,15 @@ def _segment_keep(policy: str | None) -> str | None:
   return "inputs" if policy == "recompute_layers" else "stages"
 
 
-def _chunk(tokens, mixer, index, size):
+def _chunk(task: Task, tokens, mixer, index, size):
   """Tokens [1, C] of a chunk, and the context it continues from."""
-  start = index * size
-  positions_C = start + jnp.arange(size)
-  context = segment.Context(mixer, start, positions_C[None])
-  return lax.dynamic_slice_in_dim(tokens, start, size)[None], context
+  layout, start = task.layout, index * size
+  positions_C = layout.positions(start, size)
+  context = segment.Context(
+      mixer, start // layout.devices, positions_C[None]
+  )
+  tokens_1C = lax.dynamic_slice_in_dim(tokens, start, size)[None]
+  return layout.mine(tokens_1C, 1), context
 
 
 def _branches(task: Task, state, group):
@@ -279,35 +305,63 @@ def _branches(task: Task, state, group):
   else:
     window, first = 0, state.length
     tokens_GS, prefix = group.inputs(), state.mixer
-  rows = Branches(tokens_GS, group.tails, group.tail_lengths)
+  rows = Branches(
+      _pad_tokens(task, tokens_GS), group.tails, group.tail_lengths
+  )
+  layout = task.layout
 
   def context_of(rows, window):
-    positions_S = first + jnp.arange(rows.tokens_GS.shape[1])
+    branches, tokens = rows.tokens_GS.shape
+    positions_S = layout.positions(first, tokens)[None]
     return segment.Context(
-        prefix, first, jnp.broadcast_to(positions_S, rows.tokens_GS.shape),
+        prefix, layout.here(first),
+        jnp.broadcast_to(positions_S, (branches, positions_S.shape[1])),
         window + rows.lengths_G,
     )
 
   return rows, window, context_of
 
 
-def _run(task: Task, params, rows: Branches, context, policy):
+def _pad_tokens(task: Task, x_GT):
+  """Padding that deals the tokens evenly to the devices."""
+  return jnp.pad(x_GT, ((0, 0), (0, -x_GT.shape[1] % task.layout.devices)))
+
+
+def _run(task: Task, params, outer, rows: Branches, context, policy):
   """Output of the last layer, and what was kept of the layers."""
+  tokens = task.layout.mine(rows.tokens_GS, 1)
   y_GSM, _, stages = segment.forward(
       task.config, params["layers"],
-      segment.embed(task.model, params, rows.tokens_GS), context,
-      layout=task.schedule.layout, keep=_segment_keep(policy),
+      segment.embed(task.model, outer, tokens), context,
+      layout=task.layout, keep=_segment_keep(policy),
   )
   return y_GSM, stages
 
 
 def _read(task: Task, outer, y_GSM, rows: Branches, window):
-  """The readout of the rows' windows; 0 where a tail is padding."""
-  tokens = rows.targets_GT.shape[1]
-  y_GTM = lax.dynamic_slice_in_dim(y_GSM, window, tokens, axis=1)
-  outputs = readout_lib.chunked(
-      task.readout, task.model, outer, y_GTM, rows.targets_GT,
-      tokens=task.schedule.readout_tokens,
+  """The readout of the rows' windows, 0 where a tail is padding.
+
+  Returns:
+    The outputs [G, T, ...] of all devices' tokens, and their pullback to
+    cotangents of `outer` and `y_GSM`. Collectives stand outside of what is
+    differentiated.
+  """
+  layout, tokens = task.layout, rows.targets_GT.shape[1]
+  targets_GT = _pad_tokens(task, rows.targets_GT)
+  whole = task.prefix_gradient == "full"
+  y_GTM = y_GSM
+  if whole:
+    y_GTM = layout.all(y_GSM, 1)
+    room = window, targets_GT.shape[1]
+    y_GTM = jnp.pad(y_GTM, ((0, 0), (0, layout.devices - 1), (0, 0)))
+    padded = y_GTM.shape
+    y_GTM = layout.mine(lax.dynamic_slice_in_dim(y_GTM, *room, axis=1), 1)
+  outputs, pull = jax.vjp(
+      lambda outer, y: readout_lib.chunked(
+          task.readout, task.model, outer, y, layout.mine(targets_GT, 1),
+          tokens=task.schedule.readout_tokens,
+      ),
+      segment.widened(outer), y_GTM,
   )
   real_GT = jnp.arange(tokens)[None] < rows.lengths_G[:, None]
 
@@ -315,7 +369,29 @@ def _read(task: Task, outer, y_GSM, rows: Branches, window):
     real = real_GT.reshape(*real_GT.shape, *(1,) * (x.ndim - 2))
     return jnp.where(real, x, jnp.zeros((), x.dtype))
 
-  return jax.tree.map(mask, outputs)
+  def pullback(d_outputs):
+    d_outer, dy_GTM = pull(jax.tree.map(
+        lambda x: layout.mine(_pad_axis(mask(x), targets_GT.shape[1]), 1),
+        d_outputs,
+    ))
+    if not whole:
+      return d_outer, dy_GTM
+    dy_GSM = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(padded, dy_GTM.dtype), layout.all(dy_GTM, 1), window, axis=1
+    )
+    sequence = y_GSM.shape[1] * layout.devices
+    return d_outer, layout.mine(dy_GSM[:, :sequence], 1)
+
+  outputs = jax.tree.map(
+      lambda x: mask(layout.all(x, 1)[:, :tokens]), outputs
+  )
+  return outputs, pullback
+
+
+def _pad_axis(x, tokens: int):
+  widths = [(0, 0)] * x.ndim
+  widths[1] = (0, tokens - x.shape[1])
+  return jnp.pad(x, widths)
 
 
 def _split(tree, at_once: int):

@@ -34,6 +34,7 @@ def gradient(
     tail: int,
     mode: str,
     policy: str,
+    chunks_run: float = 1.0,
 ) -> int:
   """Operations of one `value_and_grad` of one group.
 
@@ -42,8 +43,9 @@ def gradient(
     prefix: P, positions that are captured: the prompt less one token.
     branches: G.
     tail: T, tokens of a tail, its boundary token included.
-    mode: "full", "exact" or "stop".
+    mode: "full", "exact", "sampled" or "stop".
     policy: what is kept, see `schedule.Schedule.activations`.
+    chunks_run: of "sampled", the expected share of the prefix's chunks.
 
   Returns:
     Floating-point operations, head included.
@@ -53,8 +55,7 @@ def gradient(
   if mode == "full":
     return branches * (3 + again) * forward(config, prefix + tail, 0) + head
   tails = branches * (3 + again) * forward(config, tail, prefix)
-  passes = {
-      "stop": 1,
-      "exact": {"keep": 3, "recompute": 4, "recompute_layers": 5}[policy],
-  }[mode]
-  return passes * forward(config, prefix, 0) + tails + head
+  prefix_pass = {"keep": 2, "recompute": 3, "recompute_layers": 4}[policy]
+  share = {"stop": 0, "exact": 1, "sampled": chunks_run}[mode]
+  passes = 1 + share * prefix_pass
+  return round(passes * forward(config, prefix, 0)) + tails + head

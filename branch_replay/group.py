@@ -67,8 +67,8 @@ class Group:
       ValueError: an empty prompt or group, an id outside the vocabulary, or
         more positions than the model has.
     """
-    prompt = np.asarray(prompt, np.int64)
-    tails = [np.asarray(tail, np.int64).reshape(-1) for tail in tails]
+    prompt = as_ids(prompt, "prompt")
+    tails = [as_ids(tail, "tails") for tail in tails]
     if not tails:
       raise ValueError("A group needs at least one tail; got none.")
     if branches is not None:
@@ -80,7 +80,6 @@ class Group:
     padded = np.zeros((len(tails), width), np.int64)
     for row, tail in zip(padded, tails, strict=True):
       row[: len(tail)] = tail
-    prompt = prompt.reshape(-1)
     length = prompt.size
     room = bucket(length - 1) + 1 if length else 0
     prompt = np.pad(prompt, (0, room - length))
@@ -161,6 +160,23 @@ def is_concrete(tree) -> bool:
   )
 
 
+def as_ids(tokens, what: str) -> np.ndarray:
+  """Ids as i64[N], before anything can wrap.
+
+  Raises:
+    ValueError: not one sequence of integers.
+  """
+  tokens = np.asarray(tokens)
+  if tokens.size == 0:
+    return np.zeros(0, np.int64)
+  if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+    raise ValueError(
+        f"The {what} must be one sequence of integer ids each, not shape "
+        f"{tokens.shape} of {tokens.dtype}."
+    )
+  return tokens.astype(np.int64)
+
+
 def check_tokens(tokens, config: config_lib.ModelConfig, what: str):
   """Raises ValueError for ids outside the vocabulary."""
   tokens = np.asarray(tokens)
@@ -197,6 +213,17 @@ def check(group: Group, config: config_lib.ModelConfig):
   lengths = np.asarray(group.prompt_length)
   if lengths.min() < 1:
     raise ValueError("Empty prompt: at least one token must precede a tail.")
+  if lengths.max() > group.prompt.shape[-1]:
+    raise ValueError(
+        f"prompt_length={lengths.max()} of a prompt of "
+        f"{group.prompt.shape[-1]} positions."
+    )
+  of_tails = np.asarray(group.tail_lengths)
+  if of_tails.min() < 0 or of_tails.max() > group.tails.shape[-1]:
+    raise ValueError(
+        f"tail_lengths from {of_tails.min()} to {of_tails.max()} of tails of "
+        f"{group.tails.shape[-1]} positions."
+    )
   check_tokens(group.prompt, config, "prompt")
   check_tokens(group.tails, config, "tails")
   tails = np.asarray(group.tail_lengths).max(axis=-1)

@@ -85,6 +85,8 @@ class _Run:
     branches = group.tails.shape[0]
     self._at_once = task.at_once(branches)
     self._exact = task.prefix_gradient == "exact"
+    if task.layout.devices > 1:
+      raise ValueError("The host loop runs on one device.")
     steps = self._used * (1 + self._exact) - (-branches // self._at_once)
     self._bar = tqdm.tqdm(total=steps, unit="step", disable=not progress)
 

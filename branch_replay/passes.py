@@ -20,6 +20,7 @@ from branch_replay import chunk_sampling
 from branch_replay import engine
 from branch_replay import segment
 from branch_replay import state as state_lib
+from branch_replay.layout import Layout
 
 
 class Evaluation(NamedTuple):
@@ -37,16 +38,28 @@ class Evaluation(NamedTuple):
   prefix_pass: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def capture(task: engine.Task, params, group, version=None):
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def capture(task: engine.Task, params, group, version=None, capacity=0):
   """The prefix state of one group, without checks."""
+  if version is None:
+    version = state_lib.fingerprint(params)
+  here = functools.partial(_capture, task, capacity)
+  return task.layout.over(here, ("params", "all", "all"), "state")(
+      params, group, version
+  )
+
+
+# Functions with an underscore run on every device, on its share.
+
+
+def _capture(task, capacity, params, group, version):
   positions = group.prompt.shape[0] - 1
   chunks = task.chunks(positions)
   length = group.prompt_length - 1
-  if version is None:
-    version = state_lib.fingerprint(params)
   state = dataclasses.replace(
-      state_lib.empty(task.config, chunks.capacity, version),
+      state_lib.empty(
+          task.config, chunks.capacity, version, task.layout.devices
+      ),
       tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
   )
   keep = "stages" if task.schedule.activations == "keep" else None
@@ -76,7 +89,10 @@ def capture(task: engine.Task, params, group, version=None):
     )
   else:
     kept = None
-  return dataclasses.replace(state, length=length, kept=kept)
+  state = dataclasses.replace(state, length=length, kept=kept)
+  devices = task.layout.devices
+  room = max(chunks.capacity, -(-capacity // devices) * devices)
+  return state_lib.resize(state, room)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -86,8 +102,8 @@ def extend(model, params, state, tokens, length):
   context = segment.Context(state.mixer, state.length, positions[None])
   _, present, _ = segment.forward(
       model.config, params["layers"],
-      segment.embed(model, params, tokens[None]), context,
-      layout=segment.Layout(), keep=None, present=True,
+      segment.embed(model, segment.outer(params), tokens[None]), context,
+      layout=Layout(), keep=None, present=True,
   )
   at = jnp.where(positions < length, positions, state.capacity)
   mixer = tuple(
@@ -121,7 +137,8 @@ def prefix_pass(
   Returns:
     grads, the whole cotangent of the state, and in `sampled` the `PrefixPass`.
   """
-  chunks = task.chunks(state.capacity)
+  positions = accumulator[0].shape[2] * task.layout.devices
+  chunks = task.chunks(positions)
   if not chunks.count:
     return grads, accumulator, None
   used = _used(state.length, chunks)
@@ -137,7 +154,7 @@ def prefix_pass(
 
   if task.prefix_gradient == "sampled":
     return chunk_sampling.run(
-        task.sampling, accumulator, used, uniform_N, pop, grads
+        task.sampling, accumulator, used, uniform_N, pop, grads, task.layout
     )
   if chunks.count == 1:  # without a loop what was kept is not copied
     return *pop(0, 1.0, grads, accumulator), None
@@ -154,9 +171,14 @@ def _gradient(
 ):
   """Adds the gradient of one group; the schedule of all modes but capture."""
   accumulator = report = None
+  if state is not None:
+    # Work follows the prompt, not the room that a state has to spare.
+    chunks = task.chunks(group.prompt.shape[0] - 1)
+    if state.capacity > chunks.capacity:
+      state = state_lib.resize(state, chunks.capacity)
   if task.accumulates:
-    chunks = task.chunks(state.capacity)
-    accumulator = state_lib.accumulator(task.config, chunks.capacity)
+    here = chunks.capacity // task.layout.devices
+    accumulator = state_lib.accumulator(task.config, here)
   grads, accumulator, outputs, extra = engine.visit_branches(
       task, params, grads, accumulator, state, group, cotangent, args, kept
   )
@@ -172,14 +194,33 @@ def _gradient(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def forward(task, keep, params, group, state):
+  """Outputs, the state, and what is kept for `backward`."""
+  # What is kept does not leave the devices; several run their tails again.
+  keep = keep and task.layout.devices == 1
+  outs = "all", "all" if task.prefix_gradient == "full" else "state", "all"
+  here = functools.partial(_forward, task, keep)
+  return task.layout.over(here, ("params", "all", "state"), outs)(
+      params, group, state
+  )
+
+
+def _forward(task, keep, params, group, state):
   if state is None and task.prefix_gradient != "full":
-    state = capture(_capture_task(task, keep), params, group)
+    state = _own_state(task, keep, params, group)
   outputs, kept = engine.run_branches(task, params, state, group, keep=keep)
   return outputs, state, kept
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(task, params, group, state, key, kept, d_outputs):
+  """The gradient, in the dtypes of the parameters."""
+  ins = "params", "all", "state", "all", "all", "all"
+  return task.layout.over(functools.partial(_backward, task), ins, "params")(
+      params, group, state, key, kept, d_outputs
+  )
+
+
+def _backward(task, params, group, state, key, kept, d_outputs):
   grads, *_ = _gradient(
       task, params, engine.zero_grads(params), group, state, key,
       lambda _, d_outputs: (d_outputs, None), (d_outputs,), kept,
@@ -189,13 +230,22 @@ def backward(task, params, group, state, key, kept, d_outputs):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def value_and_grad(task, loss, params, group, args, state, key):
+  """`Evaluation` and gradient, of one group or of stacked ones."""
+  here = functools.partial(_value_and_grad, task, loss)
+  ins = "params", "all", "all", "state", "all"
+  return task.layout.over(here, ins, ("all", "params"))(
+      params, group, args, state, key
+  )
+
+
+def _value_and_grad(task, loss, params, group, args, state, key):
   cotangent = cotangent_of(loss)
 
   def one(grads, inputs, state=None):
     group, args, key = inputs
     if state is None and task.prefix_gradient != "full":
       keep = task.schedule.activations == "keep"
-      state = capture(_capture_task(task, keep), params, group)
+      state = _own_state(task, keep, params, group)
     grads, outputs, (whole, rest), report = _gradient(
         task, params, grads, group, state, key, cotangent, args
     )
@@ -219,15 +269,22 @@ def cotangent_of(loss):
   """(outputs, *args) -> (cotangent of the outputs, loss), see `engine`."""
   def cotangent(outputs, *args):
     value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
+    if value.shape:
+      raise ValueError(
+          f"The loss has shape {value.shape}: it must be a scalar, the sum "
+          "over the branches it is given."
+      )
     (d_outputs,) = pull(jnp.ones_like(value))
     return d_outputs, value
 
   return cotangent
 
 
-def _capture_task(task: engine.Task, keep: bool) -> engine.Task:
+def _own_state(task: engine.Task, keep: bool, params, group):
+  """A state that does not outlive its gradient, and needs no version."""
   keep = keep and task.accumulates
   schedule = dataclasses.replace(
       task.schedule, activations="keep" if keep else "recompute"
   )
-  return engine.Task(task.model, schedule=schedule)
+  capturing = engine.Task(task.model, schedule=schedule)
+  return _capture(capturing, 0, params, group, jnp.uint32(0))

@@ -57,6 +57,9 @@ def capture(
   if not isinstance(prompt, group_lib.Group):
     prompt = group_lib.Group.create(prompt, [[]], config=model.config)
   group_lib.check(prompt, model.config)
+  _check_single(prompt)
+  if keep and schedule.layout.devices > 1:
+    raise ValueError("keep=True keeps activations on one device only.")
   policy = "keep" if keep else "recompute"
   task = engine.Task(
       model, schedule=dataclasses.replace(schedule, activations=policy)
@@ -67,11 +70,7 @@ def capture(
       raise ValueError(
           f"capacity={capacity} is less than the prefix of {length} positions."
       )
-    more = max(0, capacity + 1 - prompt.prompt.shape[0])
-    prompt = dataclasses.replace(
-        prompt, prompt=jnp.pad(prompt.prompt, (0, more))
-    )
-  return passes.capture(task, params, prompt, version)
+  return passes.capture(task, params, prompt, version, capacity or 0)
 
 
 def replay(
@@ -105,9 +104,11 @@ def replay(
     sampling: of "sampled": how many chunks, by which law.
     key: of "sampled": a PRNG key; the same key draws the same chunks.
     schedule: sizes and policies, which do not change the result.
-    allow_stale: accept a state captured under other parameters.
-    version: u32 the state must be marked with; inside `jit`, where it cannot
-      be an error, every output is NaN if it is not.
+    allow_stale: accept a state captured under other parameters. Otherwise it
+      is an error, and inside `jit`, where it cannot be one, turns everything
+      into NaN.
+    version: u32 the state must be marked with, in place of the fingerprint of
+      `params`.
 
   Returns:
     The readout's pytree, each leaf [G, T, ...] and 0 where a tail is padding
@@ -118,11 +119,12 @@ def replay(
       or captured under other parameters.
   """
   task = make_task(
-      model, group, readout, prefix_gradient, schedule, sampling
+      model, group, readout, prefix_gradient, schedule, sampling,
+      one_pass=False,
   )
   _check_key(task, key)
   if group.prompt.ndim == 2:
-    if state is not None:
+    if state is not None or version is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
     places = jnp.arange(group.prompt.shape[0])
 
@@ -175,6 +177,7 @@ def dense_log_probs(
     f32[G, T], 0 where a tail is padding.
   """
   group_lib.check(group, model.config)
+  _check_single(group)
   tokens_GS = group.sequences()
   hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
   tokens = group.tails.shape[1]
@@ -208,19 +211,24 @@ def value_and_grad(
 
   Args:
     model: the decoder.
-    loss: (outputs, *args) -> scalar, a sum over the branches it is given.
+    loss: (outputs, *args) -> scalar, a *sum* over the branches it is given: a
+      mean would depend on `branches_at_once`. One function object compiles
+      once; a new lambda compiles again.
     readout: see `branch_replay.readout`.
     prefix_gradient: as in `replay`.
     sampling: as in `replay`.
     schedule: as in `replay`.
 
   Returns:
-    A function (params, group, *args, state=None, key=None) -> (`Evaluation`,
-    grads): loss, outputs, and in "sampled" which chunks ran. Each of `args` has
-    the leading axes of the tails, [G, ...] or [groups, G, ...]. Gradients are
-    at least float32.
+    A function (params, group, *args, state=None, key=None, allow_stale=False,
+    version=None) -> (`Evaluation`, grads): loss, outputs, and in "sampled"
+    which chunks ran. Each of `args` has the leading axes of the tails,
+    [G, ...] or [groups, G, ...]. Gradients are at least float32.
   """
-  def run(params, group, *args, state=None, key=None):
+  def run(
+      params, group, *args, state=None, key=None, allow_stale=False,
+      version=None,
+  ):
     task = make_task(
         model, group, readout, prefix_gradient, schedule, sampling
     )
@@ -229,14 +237,23 @@ def value_and_grad(
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
       _check_state(task, state, group)
-      _check_version(state, params, None)
-    return passes.value_and_grad(task, loss, params, group, args, state, key)
+    good = None
+    if state is not None and not allow_stale:
+      good = _check_version(state, params, version)
+    return _poisoned(good, passes.value_and_grad(
+        task, loss, params, group, args, state, key
+    ))
 
   return run
 
 
 def extend(
-    model: decoder.Decoder, params, state: state_lib.PrefixState, tokens
+    model: decoder.Decoder,
+    params,
+    state: state_lib.PrefixState,
+    tokens,
+    *,
+    schedule: Schedule = Schedule(),
 ) -> state_lib.PrefixState:
   """Appends tokens to a state that has room for them.
 
@@ -245,6 +262,7 @@ def extend(
     params: the parameters the state was captured under.
     state: captured with `capacity` to spare; what it keeps is dropped.
     tokens: ids.
+    schedule: how many are run at a time.
 
   Returns:
     The longer state; `state` itself is unchanged.
@@ -253,8 +271,10 @@ def extend(
     ValueError: no room, ids outside the vocabulary, more positions than the
       model has, or other parameters; nothing has been overwritten then.
   """
-  tokens = np.asarray(tokens, np.int32).reshape(-1)
+  tokens = group_lib.as_ids(tokens, "tokens")
   length = int(state.length) + tokens.size
+  if state.devices > 1:
+    raise ValueError("A state on several devices cannot be extended.")
   group_lib.check_tokens(tokens, model.config, "tokens")
   group_lib.check_positions(length, model.config)
   _check_version(state, params, None)
@@ -264,9 +284,14 @@ def extend(
         f"are taken and {tokens.size} more do not fit. Capture it with "
         f"capacity={length} or more."
     )
-  room = group_lib.bucket(tokens.size)
-  tokens = jnp.asarray(np.pad(tokens, (0, room - tokens.size)))
-  return passes.extend(model, params, state, tokens, jnp.int32(length))
+  for start in range(0, tokens.size, schedule.chunk_size):
+    part = tokens[start : start + schedule.chunk_size]
+    end = int(state.length) + part.size
+    padded = np.pad(part, (0, group_lib.bucket(part.size) - part.size))
+    state = passes.extend(
+        model, params, state, jnp.asarray(padded, jnp.int32), jnp.int32(end)
+    )
+  return state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -275,31 +300,43 @@ def _replay(
 ):
   del key  # chunks are drawn in the backward pass
   args = params, group, state, version
-  return _checked_forward(task, allow_stale, False, *args)[0]
+  return _checked_forward(task, allow_stale, False, *args)[1]
 
 
 def _replay_forward(task, allow_stale, params, group, state, version, key):
   keep = task.schedule.activations == "keep"
   args = params, group, state, version
-  outputs, state, kept = _checked_forward(task, allow_stale, keep, *args)
-  return outputs, (params, group, state, key, kept)
+  good, outputs, state, kept = _checked_forward(
+      task, allow_stale, keep, *args
+  )
+  return outputs, (good, params, group, state, key, kept)
 
 
 def _checked_forward(task, allow_stale, keep, params, group, state, version):
   # Checked here and not in `replay`: under `jax.grad` the parameters have
   # values only inside of the custom_vjp.
-  good = True
+  good = None
   if state is not None and not allow_stale:
     good = _check_version(state, params, version)
   outputs, state, kept = passes.forward(task, keep, params, group, state)
-  if good is not True:
-    outputs = jax.tree.map(lambda x: jnp.where(good, x, jnp.nan), outputs)
-  return outputs, state, kept
+  return good, _poisoned(good, outputs), state, kept
+
+
+def _poisoned(good, tree):
+  """The tree, or NaN in all its floats where `good` is false."""
+  def poison(x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    return jnp.where(good, x, jnp.nan)
+
+  return tree if good is None else jax.tree.map(poison, tree)
 
 
 def _replay_backward(task, allow_stale, residuals, d_outputs):
   del allow_stale
-  return passes.backward(task, *residuals, d_outputs), None, None, None, None
+  good, *residuals = residuals
+  grads = passes.backward(task, *residuals, d_outputs)
+  return _poisoned(good, grads), None, None, None, None
 
 
 _replay.defvjp(_replay_forward, _replay_backward)
@@ -311,29 +348,43 @@ def _check_key(task: engine.Task, key):
 
 
 def make_task(
-    model, group, readout, prefix_gradient, schedule, sampling=Sampling()
+    model, group, readout, prefix_gradient, schedule, sampling=Sampling(),
+    one_pass=True,
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
   group_lib.check(group, model.config)
   task = engine.Task(model, readout, prefix_gradient, schedule, sampling)
-  settled = dataclasses.replace(schedule, activations=task.policy(group))
+  policy = task.policy(group, one_pass=one_pass)
+  settled = dataclasses.replace(schedule, activations=policy)
   return dataclasses.replace(task, schedule=settled)
 
 
-def check_state(state, params, group):
-  """Raises ValueError for a state of another prompt or other parameters."""
+def check_samplable(state, params, group):
+  """Raises ValueError for a state that `params` cannot go on from."""
+  if state.devices > 1:
+    raise ValueError("A state on several devices cannot be sampled from.")
   _check_prompt(state, group)
   _check_version(state, params, None)
+
+
+def _check_single(group):
+  if group.prompt.ndim != 1:
+    raise ValueError("This takes one group, not stacked groups.")
 
 
 def _check_state(task, state, group):
   """Raises ValueError for a state this task cannot replay."""
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
+  if state.devices != task.layout.devices:
+    raise ValueError(
+        f"The state lies on {state.devices} devices, the schedule's layout has "
+        f"{task.layout.devices}. Capture it with the same schedule."
+    )
   _check_prompt(state, group)
   if state.kept is not None:
-    kept = state.kept.x_GTM.shape
-    if (kept[0], kept[3]) != task.chunks(state.capacity):
+    kept, positions = state.kept.x_GTM.shape, group.prompt.shape[0] - 1
+    if (kept[0], kept[3]) != task.chunks(positions):
       raise ValueError(
           f"The state keeps chunks of {kept[3]} positions; chunk_size="
           f"{task.schedule.chunk_size} asks for others. Use one schedule for "
@@ -356,14 +407,12 @@ def _check_prompt(state, group):
 
 
 def _check_version(state, params, version):
-  """True, or under jit whether the state is of these parameters.
+  """None, or under jit whether the state is of these parameters.
 
   Raises:
     ValueError: it is not, and the values are there to see it.
   """
   if version is None:
-    if not group_lib.is_concrete((state.version, params)):
-      return True
     version = state_lib.fingerprint(params)
   if not group_lib.is_concrete((state.version, version)):
     return state.version == jnp.asarray(version, jnp.uint32)
@@ -372,4 +421,4 @@ def _check_version(state, params, version):
         "The state was captured under other parameters: capture it again "
         "after an update, or pass allow_stale=True to study staleness."
     )
-  return True
+  return None

@@ -9,7 +9,7 @@ from typing import get_args
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import segment
+from branch_replay import layout as layout_lib
 
 PrefixGradient = Literal["full", "exact", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]
@@ -31,7 +31,8 @@ class Schedule:
   Attributes:
     chunk_size: most positions of the prefix that are run at a time.
     branches_at_once: tails that are run together as one tall matrix; None for
-      all of a group. 1 makes memory independent of the group's size.
+      all of a group. 1 makes memory independent of the group's size, unless
+      activations of all tails are kept for the backward pass of `replay`.
     activations: "keep" those of the whole prefix between its capture and the
       prefix pass; "recompute" those of a chunk (or of a branch group) when
       it is popped; "recompute_layers" those of one layer at a time; None to
@@ -47,7 +48,7 @@ class Schedule:
   activations: Activations | None = None
   memory_budget: int = 4 << 30
   readout_tokens: int = 1024
-  layout: segment.Layout = segment.Layout()
+  layout: layout_lib.Layout = layout_lib.Layout()
 
   def __post_init__(self):
     for field in ("chunk_size", "branches_at_once", "readout_tokens"):
@@ -61,7 +62,8 @@ class Schedule:
       )
 
   def policy(
-      self, config: config_lib.ModelConfig, prefix: int, row_tokens: int
+      self, config: config_lib.ModelConfig, prefix: int, row_tokens: int,
+      held_tokens: int,
   ) -> Activations:
     """The policy for a prefix of so many positions.
 
@@ -69,6 +71,9 @@ class Schedule:
       config: geometry.
       prefix: positions of the prefix that would be kept; 0 if none would.
       row_tokens: tokens of the largest segment with autodiff, all its rows.
+      held_tokens: tokens of the segments whose activations would be held at
+        the same time: one segment in a one-pass gradient, all of them between
+        the forward and the backward pass of `replay`.
 
     Returns:
       `activations`, or the first policy that fits the budget.
@@ -77,7 +82,7 @@ class Schedule:
       return self.activations
     token = stage_bytes(config) * config.num_layers
     segment_tokens = max(row_tokens, min(prefix, self.chunk_size))
-    if token * (prefix + row_tokens) <= self.memory_budget:
+    if token * (prefix + held_tokens) <= self.memory_budget:
       return "keep"
     if token * segment_tokens <= self.memory_budget:
       return "recompute"

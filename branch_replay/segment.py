@@ -9,7 +9,6 @@ of the accumulator in place. `jax.vjp` through the scan would instead make a
 fresh cotangent of the size of the state for every segment.
 """
 
-import dataclasses
 from typing import Any
 from typing import NamedTuple
 
@@ -18,25 +17,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay.layout import Layout
 from branch_replay.models import decoder
 from branch_replay.models import layers
 from branch_replay.ops import attention
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """Where a layer's parameters live: hooks around one layer of the scan.
-
-  On one device both are the identity.
-  """
-
-  def gather(self, layer_params):
-    """This device's share of a layer's parameters ↦ all of them."""
-    return layer_params
-
-  def reduce(self, layer_grads):
-    """A layer's whole gradient ↦ this device's share of the sum."""
-    return layer_grads
 
 
 class Kept(NamedTuple):
@@ -62,10 +46,10 @@ class Context(NamedTuple):
   """What a segment continues from, and where it stands.
 
   Attributes:
-    prefix: pair (k_LKPD, v_LKPD).
-    prefix_length: i32[], positions of it that the segment may see.
-    positions_GT: i32, absolute positions of the segment's tokens.
-    lengths_G: i32, real tokens of each row, or None for all.
+    prefix: pair (k_LKPD, v_LKPD), the positions that are on this device.
+    prefix_length: i32[], how many of them the segment may see.
+    positions_GT: i32, absolute positions of this device's tokens.
+    lengths_G: i32, real tokens of each row on all devices, or None for all.
   """
 
   prefix: tuple[jax.Array, jax.Array]
@@ -108,14 +92,18 @@ def layer_forward(config, params, x_GTM, positions_GT, attend):
   return y_GTM, extra, (projected, out, h_GTM, expanded)
 
 
-def _replay_layer(config, params, x_GTM, layer, context: Context):
-  """(y_GTM, (k, v), stages) of one layer on top of a prefix."""
+def _replay_layer(config, layout, params, x_GTM, layer, context: Context):
+  """(y_GTM, (k, v), stages) of one layer on top of a prefix.
+
+  Queries travel, keys stay: every device attends with the queries of all to
+  the keys it has, and gets its own queries' outputs back.
+  """
   def attend(q, k, v):
-    out, lse = attention.forward(
-        q, k, v, context.prefix, layer, context.prefix_length,
-        context.lengths_G,
-    )
-    return out, (lse, k, v)
+    out, lse = layout.merge(*attention.forward(
+        layout.all(q, 3), k, v, context.prefix, layer, context.prefix_length,
+        context.lengths_G, stripe=layout.stripe(),
+    ))
+    return out.astype(q.dtype), (lse, k, v)
 
   y_GTM, (lse, k, v), (projected, out, h_GTM, expanded) = layer_forward(
       config, params, x_GTM, context.positions_GT, attend
@@ -124,13 +112,15 @@ def _replay_layer(config, params, x_GTM, layer, context: Context):
 
 
 def _layer_backward(
-    config, params, kept: Kept, dy_GTM, layer, context, accumulator, present_at,
-    present_scale,
+    config, layout, params, kept: Kept, dy_GTM, layer, context, accumulator,
+    present_at, present_scale,
 ):
   """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
   x_GTM, stages = kept
   if stages is None:
-    _, _, stages = _replay_layer(config, params, x_GTM, layer, context)
+    _, _, stages = _replay_layer(
+        config, layout, params, x_GTM, layer, context
+    )
   projected, out, lse, h_GTM, expanded = stages
   grads = {}
 
@@ -155,10 +145,13 @@ def _layer_backward(
       lambda p, *raw: rotate(p, *raw, context.positions_GT),
       rotate_params, *projected,
   )
-  dq, dk, dv, accumulator = attention.backward(
-      d_out, q, k, v, out, lse, context.prefix, layer,
-      context.prefix_length, accumulator=accumulator,
+  delta = attention.row_delta(d_out, out)
+  dq, dk, dv, accumulator = attention.backward_rows(
+      layout.all(d_out, 3), layout.all(q, 3), k, v, layout.all(lse, 3),
+      layout.all(delta, 3), context.prefix, layer, context.prefix_length,
+      accumulator=accumulator, stripe=layout.stripe(),
   )
+  dq = layout.sum_mine(dq, 3)
   if present_at is not None:
     # The op added to earlier positions only, so this may be read after it;
     # read before, XLA would keep a second copy of the whole accumulator.
@@ -212,7 +205,7 @@ def forward(
   def step(x_GTM, inputs):
     layer, params = inputs
     y_GTM, new, stages = _replay_layer(
-        config, layout.gather(params), x_GTM, layer, context
+        config, layout, layout.gather("layers", params), x_GTM, layer, context
     )
     kept = {
         None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
@@ -249,8 +242,8 @@ def backward(
     layout: where parameters live.
     accumulator: pair like the prefix that its cotangent is added to in place;
       None to stop at the prefix.
-    present_at: for a chunk of the prefix, the position it starts at: its own
-      accumulated cotangent is read there and pulled back too.
+    present_at: for a chunk of the prefix, where it starts in the accumulator:
+      its own accumulated cotangent is read there and pulled back too.
     present_scale: factor on that cotangent.
 
   Returns:
@@ -260,13 +253,13 @@ def backward(
     dy_GTM, layer_grads, accumulator = carry
     layer, params, kept = inputs
     dx_GTM, grads, accumulator = _layer_backward(
-        config, layout.gather(params), kept, dy_GTM, layer, context,
-        accumulator, present_at, present_scale,
+        config, layout, widened(layout.gather("layers", params)), kept, dy_GTM,
+        layer, context, accumulator, present_at, present_scale,
     )
     layer_grads = jax.tree.map(
         lambda total, new: total.at[layer].add(new.astype(total.dtype)),
         layer_grads,
-        layout.reduce(grads),
+        layout.reduce("layers", grads),
     )
     return (dx_GTM, layer_grads, accumulator), None
 
@@ -277,17 +270,23 @@ def backward(
   return carry
 
 
-def embed(model: decoder.Decoder, params, tokens_GT):
+def embed(model: decoder.Decoder, outer_params, tokens_GT):
   """Embedded tokens, [G, T, M] in the compute dtype."""
-  return model.apply({"params": outer(params)}, tokens_GT,
+  return model.apply({"params": outer_params}, tokens_GT,
                      method="embed_tokens")
 
 
-def embed_backward(grads, tokens_GT, dx_GTM):
+def embed_backward(grads, tokens_GT, dx_GTM, layout: Layout):
   """Adds the cotangent of embedded tokens to their rows, in place."""
-  table = grads["embed"]["table"]
-  table = table.at[tokens_GT].add(dx_GTM.astype(table.dtype))
-  return grads | {"embed": {"table": table}}
+  table = layout.add_rows(grads["embed"]["table"], tokens_GT, dx_GTM)
+  return grads | {"embed": grads["embed"] | {"table": table}}
+
+
+def widened(params):
+  """Parameters in at least float32, so that their cotangents are too."""
+  return jax.tree.map(
+      lambda x: x.astype(config_lib.at_least_float32(x.dtype)), params
+  )
 
 
 def outer(params):

@@ -24,6 +24,8 @@ class PrefixState:
     length: i32[], positions that are real.
     version: u32[], fingerprint of the parameters it was captured under.
     kept: activations of the chunks, when the policy is to keep them.
+    devices: how many devices the positions are dealt to; position p is on
+      device p mod devices, and the arrays hold one device after the other.
   """
 
   mixer: tuple[jax.Array, jax.Array]
@@ -31,6 +33,7 @@ class PrefixState:
   length: jax.Array
   version: jax.Array
   kept: object = None
+  devices: int = dataclasses.field(default=1, metadata=dict(static=True))
 
   @property
   def capacity(self) -> int:
@@ -49,24 +52,39 @@ class Chunks(NamedTuple):
     return self.count * self.size
 
 
-def chunks(positions: int, at_most: int) -> Chunks:
-  """Equal chunks that hold `positions`; the last one may be ragged."""
+def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
+  """Equal chunks that hold `positions`; the last one may be ragged.
+
+  Args:
+    positions: of the prefix.
+    at_most: largest chunk.
+    multiple: what the size of a chunk must be a multiple of.
+
+  Raises:
+    ValueError: no multiple is small enough.
+  """
+  at_most = at_most // multiple * multiple
   if at_most < 1:
-    raise ValueError(f"chunk_size must be at least 1, not {at_most}.")
+    raise ValueError(f"chunk_size must be at least {multiple}.")
   if positions < 1:
     return Chunks(0, 0)
   count = -(-positions // at_most)
-  return Chunks(count, -(-positions // count))
+  size = -(-positions // count)
+  return Chunks(count, -(-size // multiple) * multiple)
 
 
-def empty(config: config_lib.ModelConfig, capacity: int, version=0):
-  """A state of no positions and room for `capacity`."""
-  shape = config.num_layers, config.num_kv_heads, capacity, config.head_dim
+def empty(
+    config: config_lib.ModelConfig, capacity: int, version=0, devices: int = 1
+):
+  """One device's share of a state of no positions and room for `capacity`."""
+  here = capacity // devices
+  shape = config.num_layers, config.num_kv_heads, here, config.head_dim
   return PrefixState(
       mixer=tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2)),
       tokens=jnp.zeros(capacity, jnp.int32),
       length=jnp.zeros((), jnp.int32),
       version=jnp.asarray(version, jnp.uint32),
+      devices=devices,
   )
 
 
@@ -77,12 +95,35 @@ def accumulator(config: config_lib.ModelConfig, capacity: int):
   return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
+def resize(state: PrefixState, capacity: int) -> PrefixState:
+  """The state with room for `capacity` positions, which must hold its own.
+
+  Of a state on several devices this is one device's share.
+  """
+  if capacity == state.capacity:
+    return state
+  here = capacity // state.devices
+
+  def fit(x, axis, size):
+    if x.shape[axis] >= size:
+      return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths)
+
+  return dataclasses.replace(
+      state,
+      mixer=tuple(fit(x, 2, here) for x in state.mixer),
+      tokens=fit(state.tokens, 0, capacity),
+  )
+
+
 @jax.jit
 def fingerprint(params) -> jax.Array:
   """u32 checksum over strided elements of every parameter.
 
-  Two sets of parameters that differ by one optimizer step differ in it (but
-  for a chance of about 2⁻³²); no secrets are kept by it.
+  Two sets of parameters that differ by one optimizer step differ in it, but
+  for a chance of about 2⁻³².
   """
   total = jnp.uint32(0)
   for i, leaf in enumerate(jax.tree.leaves(params)):

@@ -30,6 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
       "activations": "auto",
       "memory_budget_gib": 4.0,
       "document": "",  # a text file; empty: the Python language reference
+      "devices": 1,
       "repeats": 3,
       "seed": 0,
   })

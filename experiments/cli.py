@@ -8,11 +8,14 @@ notebooks may import any number of experiments and call their `run`.
 
 import pathlib
 import sys
+import traceback
 
 from absl import app
 from absl import flags
+import jax
 from ml_collections import config_flags
 
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def main(run, config_file: str) -> None:
   """Parses flags and calls run(config, workdir).
@@ -23,19 +26,30 @@ def main(run, config_file: str) -> None:
       --config.<field>=<value>.
   """
   config = config_flags.DEFINE_config_file(
-      "config", config_file, "Experiment; a field: --config.<field>=<value>.",
-      lock_config=True,
+      "config", str(_ROOT / config_file),
+      "Experiment; a field: --config.<field>=<value>.", lock_config=True,
   )
   workdir = flags.DEFINE_string(
       "workdir", None, "Where results go; runs/<config name> by default."
   )
 
+  devices = flags.DEFINE_integer(
+      "devices", None, "Devices to run on; on CPU virtual ones are made."
+  )
+
   def start(_):
+    if devices.value is not None:
+      jax.config.update("jax_num_cpu_devices", devices.value)
+      config.value.devices = devices.value
     file = config_flags.get_config_filename(flags.FLAGS["config"])
     default = pathlib.Path("runs") / pathlib.Path(file).stem
     try:
       run(config.value, pathlib.Path(workdir.value or default))
     except ValueError as error:
+      # Ours say what to do; one from elsewhere is a bug and keeps its trace.
+      raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+      if _ROOT not in pathlib.Path(raised_in).resolve().parents:
+        raise
       sys.exit(f"error: {error}")
     except KeyboardInterrupt:
       sys.exit(130)

@@ -27,6 +27,7 @@ import branch_replay as br
 from branch_replay import compare
 from branch_replay import engine
 from branch_replay import flops
+from branch_replay import sharding
 from branch_replay.schedule import check_mode
 from branch_replay.weights import gguf
 from branch_replay.weights import pretrained as pretrained_lib
@@ -49,6 +50,7 @@ class Problem:
   params: dict
   group: br.Group
   advantages_G: jax.Array
+  temperature: float
 
 
 def policy_gradient_loss(log_probs_GT, advantages_G, weights_G):
@@ -80,6 +82,11 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   text = prompts.document(config.document)
   if tokenizer is None:
     data = np.frombuffer(text.encode(), np.uint8)[: config.prompt_tokens]
+    if data.size < config.prompt_tokens:
+      raise ValueError(
+          f"The document has {data.size} bytes; prompt_tokens="
+          f"{config.prompt_tokens} needs as many."
+      )
     prompt = data.astype(np.int32) % model.config.vocab_size
   else:
     prompt = prompts.about_document(pretrained, text, config.prompt_tokens)
@@ -103,7 +110,9 @@ def build(config: ml_collections.ConfigDict) -> Problem:
       (rewards_G - rewards_G.mean()) / spread, jnp.float32
   )
   group = br.Group.create(prompt, tails, config=model.config)
-  return Problem(model, pretrained.params, group, advantages_G)
+  return Problem(
+      model, pretrained.params, group, advantages_G, config.temperature
+  )
 
 
 def reward(tokenizer, tail, text: str) -> float:
@@ -123,7 +132,7 @@ def compiled(problem: Problem, mode: str, schedule: br.Schedule):
   args = problem.params, group, problem.advantages_G, weights_G
   function = br.value_and_grad(
       problem.model, policy_gradient_loss, prefix_gradient=mode,
-      schedule=schedule,
+      schedule=schedule, readout=br.LogProbs(problem.temperature),
   )
   executable = jax.jit(function).lower(*args).compile()
   return executable, functools.partial(executable, *args)
@@ -131,19 +140,20 @@ def compiled(problem: Problem, mode: str, schedule: br.Schedule):
 
 def describe(problem: Problem, mode: str, schedule: br.Schedule) -> dict:
   """The analytic half of a run's record."""
-  branches, tail = problem.group.tails.shape
+  branches, tail = problem.group.tails.shape  # padded, as they are run
   prefix = int(problem.group.prompt_length) - 1
   task = engine.Task(
       problem.model, prefix_gradient=mode, schedule=schedule
   )
-  policy = task.policy(problem.group)
+  policy = task.policy(problem.group, one_pass=True)
   per_sequence = branches * (prefix + tail)
   return {
       "mode": mode,
       "prefix_tokens": prefix,
       "branches": branches,
-      "tail_tokens": tail,
-      "devices": 1,
+      "tail_tokens": int(problem.group.tail_lengths.max()),
+      "padded_tail_tokens": tail,
+      "devices": schedule.layout.devices,
       "activations": policy,
       "branches_at_once": task.at_once(branches),
       "chunk_size": schedule.chunk_size,
@@ -152,10 +162,18 @@ def describe(problem: Problem, mode: str, schedule: br.Schedule) -> dict:
       ),
       "flops": flops.gradient(
           problem.model.config, prefix=prefix, branches=branches, tail=tail,
-          mode=mode, policy=policy,
+          mode=mode, policy=policy, chunks_run=_share(task, problem.group),
       ),
       "seconds": [],
   }
+
+
+def _share(task: engine.Task, group: br.Group) -> float:
+  """Expected share of the prefix's chunks that a sampled pass runs."""
+  if task.prefix_gradient != "sampled":
+    return 1.0
+  count = task.chunks(group.prompt.shape[0] - 1).count
+  return min(1.0, task.sampling.chunks / max(count, 1))
 
 
 def judge(run: dict, gradient, reference) -> None:
@@ -199,8 +217,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     were finished.
 
   Raises:
-    ValueError: a config that cannot be run, before any time is spent.
+    ValueError: a config that cannot be run, before anything is timed.
   """
+  began = time.perf_counter()
   workdir = pathlib.Path(workdir).resolve()
   schedule = br.Schedule(
       chunk_size=config.chunk_size,
@@ -210,12 +229,25 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   )
   for mode in config.modes:
     check_mode(mode)
+  if not config.modes or len(set(config.modes)) < len(config.modes):
+    raise ValueError(f"modes={config.modes}: name each mode once.")
+  if not config.temperature > 0:
+    raise ValueError(
+        f"temperature={config.temperature}: answers that are all alike teach "
+        "nothing."
+    )
   if config.repeats < 1:
     raise ValueError(f"repeats={config.repeats}: measure at least once.")
   modes = sorted(config.modes, key=lambda mode: mode != "full")
   steps = len(modes) * (config.repeats + 2) + 1
   with tqdm.tqdm(total=steps, unit="step", desc="sampling") as bar:
     problem = build(config)
+    if config.devices > 1:
+      layout = sharding.sharded(problem.params, config.devices)
+      schedule = dataclasses.replace(schedule, layout=layout)
+      problem = dataclasses.replace(
+          problem, params=layout.place(problem.params)
+      )
     bar.update()
     results = {
         "environment": record.environment(),
@@ -223,11 +255,17 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
         "model": dataclasses.asdict(problem.model.config),
         "runs": [],
     }
+    record.write_json(workdir / "results.json", results)
+    (workdir / "report.png").unlink(missing_ok=True)  # of an earlier run
     try:
       _measure(problem, schedule, modes, config.repeats, results, workdir, bar)
     except KeyboardInterrupt:
-      print(f"\nInterrupted; finished measurements are in {workdir}.")
+      print(f"\nInterrupted: {len(results['runs'])} modes have measurements "
+            f"in {workdir / 'results.json'}.")
       raise
+  results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
+  results["environment"]["wall_seconds"] = time.perf_counter() - began
+  record.write_json(workdir / "results.json", results)
   report.draw(results, workdir / "report.png")
   print(report.table(results))
   print(f"Wrote {workdir / 'results.json'} and report.png beside it.")

@@ -9,7 +9,7 @@ from branch_replay.weights import chat
 from branch_replay.weights import pretrained as pretrained_lib
 
 _QUESTION = "In two sentences: what is this text about, and whom is it for?"
-_MARK = "\x1f"  # where the document goes; in no document
+_MARK = "<<the document goes here>>"
 
 
 def python_reference() -> str:
@@ -41,7 +41,7 @@ def about_document(
     needle: str = "",
     depth: float = 0.5,
 ) -> list[int]:
-  """A chat prompt of exactly `tokens` ids: a document and a question on it.
+  """A prompt of exactly `tokens` ids: a document and a question on it.
 
   Args:
     pretrained: model with tokenizer and chat template.
@@ -61,9 +61,12 @@ def about_document(
   def encode(part):
     return pretrained.tokenizer.encode(part, add_special_tokens=False).ids
 
-  message = {"role": "user", "content": f"{_MARK}\n\n{question}"}
-  before, after = chat.render_chat(pretrained, [message]).split(_MARK)
-  before, after = encode(before), encode(after)
+  content = f"{_MARK}\n\n{question}"
+  if pretrained.chat_template is not None:  # else a base model: plain text
+    content = chat.render_chat(
+        pretrained, [{"role": "user", "content": content}]
+    )
+  before, after = (encode(part) for part in content.split(_MARK))
   hidden = encode(f"\n\n{needle}\n\n") if needle else []
   room = tokens - len(before) - len(after) - len(hidden)
   if room < 1:

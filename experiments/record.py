@@ -7,12 +7,23 @@ import json
 import os
 import pathlib
 import platform
+import resource
 import shlex
 import sys
 
 import jax
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def _command() -> str:
+  """How this process was started, as one would type it."""
+  script = pathlib.Path(sys.argv[0])
+  if script.parent.name == "experiments":
+    return shlex.join(
+        ["python", "-m", f"experiments.{script.stem}", *sys.argv[1:]]
+    )
+  return shlex.join([script.name, *sys.argv[1:]])
 
 
 def environment() -> dict:
@@ -26,11 +37,14 @@ def environment() -> dict:
       "device_count": len(devices),
       "cpu_count": os.cpu_count(),
       "machine": platform.machine(),
-      "command": shlex.join(
-          ["python", "-m", f"experiments.{pathlib.Path(sys.argv[0]).stem}",
-           *sys.argv[1:]]
-      ),
+      "command": _command(),
   }
+
+
+def peak_rss_bytes() -> int:
+  """The most memory this process has had resident so far."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else peak * 1024
 
 
 def write_json(path: pathlib.Path, value) -> None:

@@ -23,7 +23,8 @@ def table(results: dict) -> str:
       "ideal": lambda r: _number(r, "ideal_speedup", ".2f"),
       "tokens": lambda r: _number(r, "model_tokens", ",d"),
       "temp MiB": lambda r: _number(
-          {"mib": (r.get("temp_bytes") or 0) / 2**20}, "mib", ",.0f"
+          {"mib": r.get("temp_bytes") and r["temp_bytes"] / 2**20}, "mib",
+          ",.0f",
       ),
       "loss": lambda r: _number(r, "loss", ".6f"),
       "cosine": lambda r: _number(r, "gradient_cosine", ".6f"),

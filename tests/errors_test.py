@@ -46,7 +46,7 @@ def test_hand_made_groups_are_checked_too():
 
 def test_unknown_modes_and_policies():
   decoder, params = tiny.model(tiny.BASE)
-  with pytest.raises(ValueError, match="'detach'.*full, exact, stop"):
+  with pytest.raises(ValueError, match="'detach'.*full, exact, sampled, stop"):
     br.log_probs(decoder, params, tiny.group(), prefix_gradient="detach")
   with pytest.raises(ValueError, match="'offload'.*keep, recompute"):
     br.Schedule(activations="offload")
@@ -87,9 +87,6 @@ def test_padding_a_group_to_more_branches_adds_neutral_ones():
       log_probs[:2], br.log_probs(decoder, params, group), atol=1e-6
   )
   assert log_probs.shape[0] == 4 and not log_probs[2:].any()
-
-
-# -- States ------------------------------------------------------------------
 
 
 def updated(params):
@@ -196,3 +193,58 @@ def test_a_full_state_is_an_error_before_anything_is_overwritten():
   jax.tree.map(np.testing.assert_array_equal, state, before)
   with pytest.raises(ValueError, match="capacity=3 is less"):
     br.capture(decoder, params, [1, 2, 3, 4, 5, 6], capacity=3)
+
+
+def test_under_jit_a_stale_state_turns_everything_into_nan():
+  decoder, params = tiny.model(tiny.BASE)
+  group = tiny.group()
+  weights = tiny.weights(group)
+  state = br.capture(decoder, params, group)
+  function = jax.jit(br.value_and_grad(decoder, tiny.loss))
+  evaluation, grads = function(params, group, weights, state=state)
+  assert jnp.isfinite(evaluation.loss)
+  evaluation, grads = function(updated(params), group, weights, state=state)
+  for leaf in (evaluation.loss, *jax.tree.leaves(grads)):
+    assert jnp.isnan(leaf).all()
+  by_autodiff = jax.jit(jax.grad(
+      lambda p: tiny.loss(
+          br.log_probs(decoder, p, group, state=state), weights
+      )
+  ))(updated(params))
+  assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(by_autodiff))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(prompt_length=40), "prompt_length=40 of a prompt of 17"),
+        (dict(tail_lengths=[9, 1, 1, 1]), "tail_lengths from 1 to 9 of tails"),
+        (dict(tail_lengths=[-1, 1, 1, 1]), "tail_lengths from -1"),
+    ],
+)
+def test_lengths_that_do_not_fit_their_arrays(change, message):
+  decoder, params = tiny.model(tiny.BASE)
+  wrong = dataclasses.replace(
+      tiny.group(), **jax.tree.map(jnp.asarray, change)
+  )
+  with pytest.raises(ValueError, match=message):
+    br.log_probs(decoder, params, wrong)
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2.0], [[1, 2], [3, 4]]])
+def test_ids_that_are_not_a_sequence_of_integers(prompt):
+  with pytest.raises(ValueError, match="one sequence of integer ids"):
+    br.Group.create(prompt, [[1]], config=tiny.BASE)
+
+
+def test_room_to_spare_costs_nothing_and_changes_nothing(x64):
+  decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
+  group = tiny.group()
+  weights = tiny.weights(group)
+  roomy = br.capture(decoder, params, group, capacity=200)
+  assert roomy.capacity == 200
+  function = br.value_and_grad(decoder, tiny.loss)
+  _, wanted = function(params, group, weights)
+  _, gradient = function(params, group, weights, state=roomy)
+  assert tiny.worst(gradient, wanted) <= 1e-11
+  np.testing.assert_array_equal(roomy.mixer[0][:, :, 16:], 0)

@@ -50,6 +50,7 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
   for run in results["runs"]:
     assert set(run) >= RUN_FIELDS
     assert len(run["seconds"]) == 1
+  assert full["tail_tokens"] <= 6 < full["padded_tail_tokens"] == 8
   assert full["model_tokens"] == 3 * (19 + 8)
   assert exact["model_tokens"] == stop["model_tokens"] == 19 + 3 * 8
   assert exact["gradient_relative_error"] < 1e-5
@@ -77,6 +78,9 @@ def test_an_interrupt_leaves_the_finished_measurements(tmp_path, monkeypatch):
     [
         ({"modes": ("full", "fast")}, "Unknown prefix_gradient 'fast'"),
         ({"repeats": 0}, "measure at least once"),
+        ({"modes": ()}, "name each mode once"),
+        ({"temperature": 0.0}, "teach nothing"),
+        ({"prompt_tokens": 10**9}, "The document has"),
         ({"document": "no/such/file"}, "not a file"),
         ({"activations": "most"}, "Unknown activations 'most'"),
         ({"model": "no/such/model"}, "no/such/model"),

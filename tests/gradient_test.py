@@ -353,3 +353,29 @@ def test_chunks_are_equal_and_hold_the_prefix():
       assert size <= at_most and (count - 1) * size < positions <= count * size
       # A state made for these chunks is cut into the same ones again.
       assert state_lib.chunks(count * size, at_most) == (count, size)
+
+
+def test_bfloat16_parameters_have_gradients_summed_in_float32():
+  # Chunks of the readout must not be rounded to bfloat16 one by one.
+  config = dataclasses.replace(tiny.BASE, param_dtype="bfloat16")
+  decoder, params = tiny.model(config)
+  group = tiny.group(tails=(20, 20, 20))
+  weights = tiny.weights(group)
+  wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+  _, wanted = one_pass(
+      br.Decoder(tiny.BASE), wide, group, weights
+  )
+  _, gradient = one_pass(
+      decoder, params, group, weights,
+      schedule=br.Schedule(readout_tokens=8, branches_at_once=1, chunk_size=4),
+  )
+  assert tiny.worst(gradient, wanted) <= 1e-5
+
+
+def test_a_loss_that_is_not_a_scalar_is_refused():
+  decoder, params = tiny.model(tiny.BASE)
+  group = tiny.group()
+  with pytest.raises(ValueError, match="must be a scalar"):
+    br.value_and_grad(decoder, lambda log_probs: log_probs.sum(axis=1))(
+        params, group
+    )

@@ -4,7 +4,6 @@
 
 import pathlib
 import re
-import tomllib
 
 import jax
 
@@ -40,7 +39,3 @@ def test_every_room_of_the_layout_is_there():
       if not path.name.startswith("__")
   }
   assert there <= listed, there - listed
-
-
-def test_tool_tables_parse():
-  tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -15,6 +15,8 @@ function of one layer.
 Source of the tiling: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
 
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -25,13 +27,15 @@ from branch_replay.ops import attention_loops as loops
 
 @jax.custom_vjp
 def _attend(q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length, lengths_G):
-  return forward(
+  out, lse = forward(
       q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G
   )
+  return out.astype(q.dtype), lse
 
 
 def _attend_forward(q, k, v, pk, pv, prefix_length, lengths_G):
   out, lse = forward(q, k, v, (pk, pv), 0, prefix_length, lengths_G)
+  out = out.astype(q.dtype)
   # The prefix is a residual by reference: replayed, never copied.
   return (out, lse), (q, k, v, pk, pv, prefix_length, out, lse)
 
@@ -89,9 +93,9 @@ def replay_attention(
   Source: the design follows https://arxiv.org/abs/2607.14952; the reference is
   `attention_reference.replay_attention`.
   """
-  chex.assert_rank(
-      [q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD, prefix_v_KPD], [5, 4, 4, 3, 3]
-  )
+  heads, branches, _, tokens, head_dim = q_KGRTD.shape
+  chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))
+  chex.assert_shape([prefix_k_KPD, prefix_v_KPD], (heads, None, head_dim))
   return _attend(
       q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None], prefix_v_KPD[None],
       prefix_length, lengths_G,
@@ -119,24 +123,37 @@ def merge(out_a, lse_a, out_b, lse_b):
   return loops.normalized(top, a + b, out)
 
 
+class Stripe(NamedTuple):
+  """Which keys of a segment are here: positions offset, offset + stride, ….
+
+  All of them on one device. Over several, each holds every n-th position, so
+  that the work below the diagonal is the same for all.
+  """
+
+  stride: int = 1
+  offset: jax.Array | int = 0
+
+
 def forward(
-    q_KGRTD, k_KGTD, v_KGTD, prefix, layer, prefix_length, lengths_G=None
+    q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
+    *, stripe=Stripe(),
 ):
   """Output and merged log-sum-exp of one layer; see `replay_attention`.
 
   Args:
     q_KGRTD: queries.
-    k_KGTD: keys of the segment.
-    v_KGTD: values of the segment.
+    k_KGSD: keys of the segment that are here; all T by default.
+    v_KGSD: their values.
     prefix: pair (k_LKPD, v_LKPD), read in place.
     layer: i32 scalar, which layer of the prefix.
     prefix_length: i32 scalar.
     lengths_G: i32 or None.
+    stripe: which keys of the segment are here.
 
   Returns:
-    out_KGRTD in the dtype of the queries, lse_KGRT in at least float32.
+    out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
   """
-  out, lse = loops.segment_forward(q_KGRTD, k_KGTD, v_KGTD)
+  out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe)
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)
@@ -148,7 +165,7 @@ def forward(
     real = jnp.broadcast_to(real_GT[None, :, None], lse.shape)
     out = jnp.where(real[..., None], out, 0)
     lse = jnp.where(real, lse, -jnp.inf)
-  return out.astype(q_KGRTD.dtype), lse
+  return out, lse
 
 
 def decode(
@@ -196,7 +213,7 @@ def decode(
 
 
 def backward(
-    d_out, q_KGRTD, k_KGTD, v_KGTD, out, lse, prefix, layer, prefix_length,
+    d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
     *, accumulator=None, d_lse=None,
 ):
   """Cotangents of one layer, given the merged output and log-sum-exp.
@@ -204,8 +221,8 @@ def backward(
   Args:
     d_out: cotangent of the output, like q_KGRTD.
     q_KGRTD: queries.
-    k_KGTD: keys of the segment.
-    v_KGTD: values of the segment.
+    k_KGSD: keys of the segment.
+    v_KGSD: values of the segment.
     out: what `forward` returned.
     lse: what `forward` returned.
     prefix: pair (k_LKPD, v_LKPD).
@@ -216,18 +233,48 @@ def backward(
     d_lse: cotangent of the log-sum-exp, or None for zero.
 
   Returns:
-    dq_KGRTD in the dtype of the queries, dk_KGTD and dv_KGTD in at least
+    dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
     float32, and the updated accumulator.
   """
-  wide = config_lib.at_least_float32(q_KGRTD.dtype)
-  # ∂ℓ/∂scores = p · (∂ℓ/∂p − delta): one number a row for both parts.
+  return backward_rows(
+      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
+      prefix, layer, prefix_length, accumulator=accumulator,
+  )
+
+
+def row_delta(d_out, out, d_lse=None):
+  """δ in ∂ℓ/∂scores = p · (∂ℓ/∂p − δ): one number a row, for both parts."""
+  wide = config_lib.at_least_float32(out.dtype)
   delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
-  if d_lse is not None:
-    delta = delta - d_lse
+  return delta if d_lse is None else delta - d_lse
+
+
+def backward_rows(
+    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
+    *, accumulator=None, stripe=Stripe(),
+):
+  """`backward` from `row_delta`; queries may be those of all devices.
+
+  Args:
+    d_out: cotangent of the merged output.
+    q_KGRTD: queries.
+    k_KGSD: keys of the segment that are here.
+    v_KGSD: their values.
+    lse: merged log-sum-exp of every row.
+    delta: `row_delta` of every row.
+    prefix: pair (k_LKPD, v_LKPD).
+    layer: i32 scalar.
+    prefix_length: i32 scalar.
+    accumulator: as in `backward`.
+    stripe: which keys of the segment are here.
+
+  Returns:
+    As `backward`; dq is what the keys that are here contribute.
+  """
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   dq, dk, dv = loops.segment_backward(
-      d_out, q_KGRTD, k_KGTD, v_KGTD, lse, delta
+      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
   )
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]

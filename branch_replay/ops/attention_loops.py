@@ -160,15 +160,16 @@ def prefix_backward(
   return dq_KND[:, :rows], accumulator
 
 
-def segment_forward(q_KGRTD, k_KGTD, v_KGTD):
+def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe):
   """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves."""
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
   grid = tiling.causal(
-      tokens, repeats, tiling.FORWARD_ROWS, tiling.FORWARD_COLUMNS
+      tokens, repeats, tiling.FORWARD_ROWS, tiling.FORWARD_COLUMNS,
+      stripe.stride,
   )
   q_KGRTD = tiling.pad(q_KGRTD, 3, grid.padded)
-  k_KGTD, v_KGTD = (tiling.pad(x, 2, grid.padded) for x in (k_KGTD, v_KGTD))
+  k_KGSD, v_KGSD = (tiling.pad(x, 2, grid.keys) for x in (k_KGSD, v_KGSD))
 
   def visit(index, outputs):
     head, branch, i = grid.unravel(index, branches)
@@ -176,9 +177,10 @@ def segment_forward(q_KGRTD, k_KGTD, v_KGTD):
 
     def tile(j, carry):
       at = head, branch, j * grid.column
-      k_BD = tiling.read(k_KGTD, at, grid.column)
-      v_BD = tiling.read(v_KGTD, at, grid.column)
-      return _softmax_tile(carry, q_ND, k_BD, v_BD, grid.seen(i, j))
+      k_BD = tiling.read(k_KGSD, at, grid.column)
+      v_BD = tiling.read(v_KGSD, at, grid.column)
+      seen = grid.seen(i, j, stripe.offset)
+      return _softmax_tile(carry, q_ND, k_BD, v_BD, seen)
 
     carry = _empty_softmax(q_ND.shape[0], head_dim, dtype)
     columns = i // grid.rows_per_column + 1  # stops at the diagonal
@@ -195,34 +197,36 @@ def segment_forward(q_KGRTD, k_KGTD, v_KGTD):
   return out[:, :, :, :tokens], lse[:, :, :, :tokens]
 
 
-def segment_backward(d_out, q_KGRTD, k_KGTD, v_KGTD, lse, delta):
+def segment_backward(d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe):
   """(dq, dk, dv) of the segment part, from the merged lse and delta."""
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = lse.dtype
   grid = tiling.causal(
-      tokens, repeats, tiling.BACKWARD_ROWS, tiling.BACKWARD_COLUMNS
+      tokens, repeats, tiling.BACKWARD_ROWS, tiling.BACKWARD_COLUMNS,
+      stripe.stride,
   )
+  keys = k_KGSD.shape[2]
   d_out, q_KGRTD, delta = (
       tiling.pad(x, 3, grid.padded) for x in (d_out, q_KGRTD, delta)
   )
   lse = tiling.pad(lse, 3, grid.padded, value=jnp.inf)
-  k_KGTD, v_KGTD = (tiling.pad(x, 2, grid.padded) for x in (k_KGTD, v_KGTD))
-  columns = grid.padded // grid.column
+  k_KGSD, v_KGSD = (tiling.pad(x, 2, grid.keys) for x in (k_KGSD, v_KGSD))
+  columns = grid.keys // grid.column
 
   def visit(index, carry):
     dq, dk, dv = carry
     head, branch = index // (branches * columns), index // columns % branches
     j = index % columns
     at = head, branch, j * grid.column
-    k_BD = tiling.read(k_KGTD, at, grid.column)
-    v_BD = tiling.read(v_KGTD, at, grid.column)
+    k_BD = tiling.read(k_KGSD, at, grid.column)
+    v_BD = tiling.read(v_KGSD, at, grid.column)
 
     def tile(i, carry):
       dq, dk_BD, dv_BD = carry
       where = head, branch, i
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
           *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
-          k_BD, v_BD, grid.seen(i, j),
+          k_BD, v_BD, grid.seen(i, j, stripe.offset),
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
@@ -237,9 +241,9 @@ def segment_backward(d_out, q_KGRTD, k_KGTD, v_KGTD, lse, delta):
 
   carry = (
       jnp.zeros(q_KGRTD.shape, dtype),
-      jnp.zeros(k_KGTD.shape, dtype),
-      jnp.zeros(v_KGTD.shape, dtype),
+      jnp.zeros(k_KGSD.shape, dtype),
+      jnp.zeros(v_KGSD.shape, dtype),
   )
   total = heads * branches * columns
   dq, dk, dv = lax.fori_loop(0, total, visit, carry)
-  return dq[:, :, :, :tokens], dk[:, :, :tokens], dv[:, :, :tokens]
+  return dq[:, :, :, :tokens], dk[:, :, :keys], dv[:, :, :keys]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How attention is cut into tiles: sizes, slices and masks, no mathematics."""
 
+import math
 from typing import NamedTuple
 
 from jax import lax
@@ -112,18 +113,24 @@ class Causal(NamedTuple):
   """The lower triangle of a segment's scores, cut into tiles by `causal`.
 
   One row tile holds `row` tokens of R query heads, R·row rows; a column tile
-  holds `column` = row · rows_per_column tokens, so that the diagonal falls on
-  tile corners.
+  covers row · rows_per_column tokens, so that the diagonal falls on tile
+  corners. Of these every `stride`-th is a key that is here, `column` keys.
   """
 
   repeats: int
   row: int
   rows_per_column: int
   padded: int
+  stride: int = 1
 
   @property
   def column(self) -> int:
-    return self.row * self.rows_per_column
+    return self.row * self.rows_per_column // self.stride
+
+  @property
+  def keys(self) -> int:
+    """Keys that are here, padding included."""
+    return self.padded // self.stride
 
   @property
   def row_count(self) -> int:
@@ -134,10 +141,11 @@ class Causal(NamedTuple):
     head = index // (branches * self.row_count)
     return head, index // self.row_count % branches, index % self.row_count
 
-  def seen(self, i, j):
+  def seen(self, i, j, offset=0):
     """[R·row, column]: which keys of tile j the rows of tile i may see."""
     query = i * self.row + jnp.arange(self.row)
     key = j * self.column + jnp.arange(self.column)
+    key = key * self.stride + offset
     return jnp.tile(key[None, :] <= query[:, None], (self.repeats, 1))
 
   def rows(self, x_KGRT, head, branch, i):
@@ -156,10 +164,13 @@ class Causal(NamedTuple):
     )
 
 
-def causal(tokens: int, repeats: int, rows: int, columns: int) -> Causal:
+def causal(
+    tokens: int, repeats: int, rows: int, columns: int, stride: int = 1
+) -> Causal:
   """Tiles of at most about `rows` by `columns` for R query heads a key head."""
-  count = _ceil(tokens, columns)
+  count = _ceil(tokens, columns * stride)
   column = _ceil(tokens, count)
   per_column = _ceil(repeats * column, max(rows, repeats))
-  row = _round_up(_ceil(column, per_column))
-  return Causal(repeats, row, per_column, count * row * per_column)
+  unit = math.lcm(_VECTOR, stride)
+  row = _ceil(_ceil(column, per_column), unit) * unit
+  return Causal(repeats, row, per_column, count * row * per_column, stride)

@@ -152,10 +152,12 @@ def sample(
   group = group_lib.Group.create(prompt, [[]], config=config)
   length = int(group.prompt_length)
   group_lib.check_positions(length + max_tokens, config)
+  if schedule.layout.devices > 1:
+    raise ValueError("Sampling runs on one device.")
   if state is None:
     state = prefix_replay.capture(model, params, group, schedule=schedule)
   else:
-    prefix_replay.check_state(state, params, group)
+    prefix_replay.check_samplable(state, params, group)
   boundary = group.prompt[length - 1]
   stop_ids = jnp.asarray(stop_ids, jnp.int32)
   return _sample(

@@ -1,0 +1,89 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: where parameters and tokens live, as hooks the engine calls.
+
+This is the layout of one device, on which every hook is the identity and which
+says what each is for. `sharding.Sharded` is the one of several devices.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay.ops import attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Everything on one device."""
+
+  @property
+  def devices(self) -> int:
+    """How many devices the tokens of a segment are dealt to."""
+    return 1
+
+  def over(self, function, ins, outs):
+    """`function`, run on every device's share of its arguments.
+
+    Args:
+      function: of shares, to shares.
+      ins: kinds of its arguments: "params", "state" or "all", which every
+        device has whole.
+      outs: kinds of its results.
+    """
+    del ins, outs
+    return function
+
+  def gather(self, path: str, params):
+    """This device's share of the parameters at `path` ↦ all of them."""
+    del path
+    return params
+
+  def reduce(self, path: str, grads):
+    """Their whole gradient ↦ this device's share of the sum over devices."""
+    del path
+    return grads
+
+  def add_rows(self, table_VM, tokens, rows):
+    """Adds cotangents of embedded tokens to their rows of the table."""
+    return table_VM.at[tokens].add(rows.astype(table_VM.dtype))
+
+  def mine(self, x, axis: int):
+    """This device's tokens: every `devices`-th along an axis."""
+    del axis
+    return x
+
+  def all(self, x, axis: int):
+    """The tokens of all devices, in order along an axis."""
+    del axis
+    return x
+
+  def sum_mine(self, x, axis: int):
+    """Sum over devices, of which this one gets its tokens."""
+    del axis
+    return x
+
+  def sum(self, x):
+    """Sum over devices."""
+    return x
+
+  def merge(self, out, lse):
+    """Attention of all tokens to this device's keys ↦ this device's tokens'
+    attention to all keys."""
+    return out, lse
+
+  def stripe(self) -> attention.Stripe:
+    """Which keys of a segment are here."""
+    return attention.Stripe()
+
+  def positions(self, start, count: int) -> jax.Array:
+    """Positions of this device's share of `count` tokens from `start`."""
+    stripe = self.stripe()
+    steps = jnp.arange(count // stripe.stride)
+    return start + stripe.offset + stripe.stride * steps
+
+  def here(self, length):
+    """How many of the first `length` positions of a prefix are here."""
+    stripe = self.stripe()
+    return (length - stripe.offset + stripe.stride - 1) // stripe.stride

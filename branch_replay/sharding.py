@@ -1,0 +1,205 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Several devices: the only file that names a mesh axis.
+
+Tokens are dealt out: position p of a tail, a chunk or the prefix state is on
+device p mod n, so every device holds the same share of every stretch and of the
+work below the diagonal. Queries travel and the prefix stays: the queries of all
+devices are gathered, each device attends with them to the keys it has, and the
+outputs are merged by log-sum-exp, each to its own device. Parameters are
+sharded and gathered layer by layer; gradients are summed and scattered the same
+way. Every collective is a line in this file, none is differentiated through,
+and none carries the prefix.
+"""
+
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from branch_replay import compare
+from branch_replay import state as state_lib
+from branch_replay.layout import Layout
+from branch_replay.ops import attention
+
+_AXIS = "tokens"
+_LAYERS = "layers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded(Layout):
+  """Tokens and parameters over all devices of a mesh; made by `sharded`.
+
+  Attributes:
+    mesh: of one axis.
+    axes: (name, axis) of the parameters that are sharded, the axis counted
+      without the leading L; the others are on every device.
+  """
+
+  mesh: jax.sharding.Mesh
+  axes: tuple[tuple[str, int], ...]
+
+  @property
+  def devices(self) -> int:
+    return self.mesh.size
+
+  def over(self, function, ins, outs):
+    def run(*args):
+      in_specs = tuple(map(self._specs, ins, args))
+      params = next(x for kind, x in zip(ins, args, strict=True)
+                    if kind == "params")
+
+      def out_specs(kind):
+        if isinstance(kind, tuple):
+          return tuple(map(out_specs, kind))
+        return self._specs(kind, params)
+
+      return jax.shard_map(
+          function, mesh=self.mesh, in_specs=in_specs,
+          out_specs=out_specs(outs), check_vma=False,
+      )(*args)
+
+    return run
+
+  def _specs(self, kind: str, value):
+    if kind == "params":
+      return self.param_specs(value)
+    if kind == "all" or value is None:
+      return PartitionSpec()
+    stripes = PartitionSpec(None, None, _AXIS)
+    whole = PartitionSpec()
+    return state_lib.PrefixState(
+        (stripes, stripes), whole, whole, whole, None, self.devices
+    )
+
+  def param_specs(self, params):
+    """Specs of a tree of parameters, or of gradients."""
+    axes = dict(self.axes)
+
+    def spec(path, _):
+      name = compare.path_name(path)
+      if name not in axes:
+        return PartitionSpec()
+      axis = axes[name] + name.startswith(_LAYERS)
+      return PartitionSpec(*(None,) * axis, _AXIS)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+  def place(self, params):
+    """The parameters, each device holding its share."""
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(self.mesh, spec), self.param_specs(params)
+    )
+    return jax.device_put(params, shardings)
+
+  def _by_name(self, path, tree, sharded, whole):
+    axes = dict(self.axes)
+
+    def each(keys, leaf):
+      name = "/".join(filter(None, (path, compare.path_name(keys))))
+      return sharded(leaf, axes[name]) if name in axes else whole(leaf)
+
+    return jax.tree_util.tree_map_with_path(each, tree)
+
+  def gather(self, path: str, params):
+    return self._by_name(
+        path, params,
+        lambda x, axis: lax.all_gather(x, _AXIS, axis=axis, tiled=True),
+        lambda x: x,
+    )
+
+  def reduce(self, path: str, grads):
+    return self._by_name(
+        path, grads,
+        lambda x, axis: lax.psum_scatter(
+            x, _AXIS, scatter_dimension=axis, tiled=True
+        ),
+        lambda x: lax.psum(x, _AXIS),
+    )
+
+  def add_rows(self, table_VM, tokens, rows):
+    axis = dict(self.axes).get("embed/table")
+    shape = list(table_VM.shape)
+    if axis is not None:
+      shape[axis] *= self.devices
+    table = jnp.zeros(shape, table_VM.dtype)
+    table = table.at[tokens].add(rows.astype(table.dtype))
+    return table_VM + self.reduce("embed", {"table": table})["table"]
+
+  def mine(self, x, axis: int):
+    dealt = self._deal(x, axis)
+    index = lax.axis_index(_AXIS)
+    return lax.dynamic_index_in_dim(dealt, index, axis + 1, keepdims=False)
+
+  def all(self, x, axis: int):
+    dealt = lax.all_gather(x, _AXIS, axis=axis + 1)
+    shape = *x.shape[:axis], -1, *x.shape[axis + 1 :]
+    return dealt.reshape(shape)
+
+  def sum_mine(self, x, axis: int):
+    return lax.psum_scatter(
+        self._deal(x, axis), _AXIS, scatter_dimension=axis + 1
+    )
+
+  def _deal(self, x, axis: int):
+    """[..., T, ...] as [..., T / devices, devices, ...]."""
+    shape = *x.shape[:axis], -1, self.devices, *x.shape[axis + 1 :]
+    return x.reshape(shape)
+
+  def sum(self, x):
+    return lax.psum(x, _AXIS)
+
+  def merge(self, out, lse):
+    top = lax.pmax(lse, _AXIS)
+    top = jnp.where(top == -jnp.inf, 0.0, top)  # no device saw a key
+    weight = jnp.exp(lse - top)
+    total = self.mine(lax.psum(weight, _AXIS), 3)
+    out = self.sum_mine(out * weight[..., None], 3)
+    empty = total == 0
+    safe = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, self.mine(top, 3) + jnp.log(safe))
+    return out / safe[..., None], lse
+
+  def stripe(self) -> attention.Stripe:
+    return attention.Stripe(self.devices, lax.axis_index(_AXIS))
+
+
+def sharded(params, devices: int | None = None) -> Sharded:
+  """A layout over this process's devices.
+
+  Each parameter is sharded along its largest axis that the number of devices
+  divides; where there is none it is on every device.
+
+  Args:
+    params: the tree to be trained, or its shapes.
+    devices: how many; None for all there are.
+
+  Returns:
+    The layout, for `Schedule(layout=...)`.
+
+  Raises:
+    ValueError: fewer devices than asked for.
+  """
+  there = jax.devices()
+  devices = len(there) if devices is None else devices
+  if not 1 <= devices <= len(there):
+    raise ValueError(
+        f"{devices} devices asked for, {len(there)} there. On CPU set "
+        "jax.config.update('jax_num_cpu_devices', n) before any array exists."
+    )
+  mesh = jax.make_mesh(
+      (devices,), (_AXIS,), axis_types=(jax.sharding.AxisType.Auto,),
+      devices=there[:devices],
+  )
+  axes = []
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+  for path, leaf in leaves:
+    name = compare.path_name(path)
+    shape = leaf.shape[name.startswith(_LAYERS) :]
+    fitting = [axis for axis, size in enumerate(shape) if size % devices == 0]
+    if fitting:
+      axes.append((name, max(fitting, key=lambda axis: shape[axis])))
+  return Sharded(mesh, tuple(axes))
