@@ -125,8 +125,8 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
 
 def uniforms(key, chunks: int) -> jax.Array:
   """One number in [0, 1) for every chunk, keyed by its index."""
-  draw = lambda index: jax.random.uniform(jax.random.fold_in(key, index))  # noqa: E731
-  return jax.vmap(draw)(jnp.arange(chunks))
+  keys = jax.vmap(lambda index: jax.random.fold_in(key, index))
+  return jax.vmap(jax.random.uniform)(keys(jnp.arange(chunks)))
 
 
 def run(
@@ -156,8 +156,7 @@ def run(
     q_N = probabilities(sampling, size_N, index_N <= index, budget)
     q = q_N[index]
     drawn = uniform_N[index] < q
-    biased = sampling.law == "top"
-    scale = 1.0 if biased else 1 / jnp.where(drawn, q, 1)
+    scale = 1 / jnp.where(drawn, q, 1)  # 1 under "top", whose q is 0 or 1
 
     def once(_, state):
       carry, accumulator, _ = state
@@ -173,11 +172,7 @@ def run(
     carry, accumulator, size_N = lax.fori_loop(
         0, drawn.astype(jnp.int32), once, (carry, accumulator, size_N)
     )
-    if sampling.law != "uniform":
-      budget -= q
-    else:
-      budget = budget * index / jnp.maximum(index + 1, 1)
-    return carry, accumulator, size_N, budget, report
+    return carry, accumulator, size_N, budget - q, report
 
   size_N = sizes(accumulator, chunks, layout)
   budget = jnp.minimum(

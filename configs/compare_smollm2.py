@@ -10,7 +10,7 @@ gives a gradient that points elsewhere, for about a ninth.
   make compare
   python -m experiments.compare_backward --config=configs/compare_smollm2.py
 
-Cost: about six minutes and 5 GB of memory on two cores.
+Cost: about five minutes and 4 GB of memory on two cores.
 """
 
 import ml_collections
