@@ -22,6 +22,9 @@ lint: $(READY)
 smoke: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_tiny.py
+	$(BIN)/python -m experiments.compare_backward \
+	  --config=configs/compare_tiny.py --devices=8 --workdir=runs/tiny_devices
+	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_tiny.py
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

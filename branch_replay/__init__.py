@@ -22,9 +22,9 @@ from branch_replay.config import YarnScaling
 from branch_replay.group import Group
 from branch_replay.group import stack
 from branch_replay.models.decoder import Decoder
-from branch_replay.prefix_replay import capture
+from branch_replay.prefix import capture
+from branch_replay.prefix import extend
 from branch_replay.prefix_replay import dense_log_probs
-from branch_replay.prefix_replay import extend
 from branch_replay.prefix_replay import log_probs
 from branch_replay.prefix_replay import replay
 from branch_replay.prefix_replay import value_and_grad

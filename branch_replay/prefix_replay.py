@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Branch replay as differentiable functions: capture, replay, log_probs."""
+"""Branch replay as differentiable functions: replay, log_probs, a gradient."""
 
 import dataclasses
 import functools
@@ -8,69 +8,17 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from branch_replay import engine
 from branch_replay import group as group_lib
 from branch_replay import passes
+from branch_replay import prefix
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.chunk_sampling import Sampling
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.schedule import Schedule
-
-
-def capture(
-    model: decoder.Decoder,
-    params,
-    prompt,
-    *,
-    capacity: int | None = None,
-    schedule: Schedule = Schedule(),
-    keep: bool = False,
-    version=None,
-) -> state_lib.PrefixState:
-  """Runs all of a prompt but its last token, once, for all its branches.
-
-  Chunks of the prompt are run without autodiff, each on top of those before;
-  the activations of one chunk live at a time.
-
-  Args:
-    model: the decoder.
-    params: its parameters.
-    prompt: a `Group`, or the ids of a prompt.
-    capacity: positions to make room for, at least those of the prefix, if the
-      state is to be extended; None for the prefix alone.
-    schedule: chunk size and layout.
-    keep: whether the state keeps its activations, so that the prefix pass does
-      not run the prefix again.
-    version: u32 to mark the state with, instead of a fingerprint of `params`.
-
-  Returns:
-    The state. It belongs to these parameters.
-
-  Raises:
-    ValueError: an empty prompt, an id outside the vocabulary, more positions
-      than the model has.
-  """
-  if not isinstance(prompt, group_lib.Group):
-    prompt = group_lib.Group.create(prompt, [[]], config=model.config)
-  group_lib.check(prompt, model.config)
-  _check_single(prompt)
-  if keep and schedule.layout.devices > 1:
-    raise ValueError("keep=True keeps activations on one device only.")
-  policy = "keep" if keep else "recompute"
-  task = engine.Task(
-      model, schedule=dataclasses.replace(schedule, activations=policy)
-  )
-  if capacity is not None:
-    length = prompt.prompt_length - 1
-    if group_lib.is_concrete(length) and capacity < int(length):
-      raise ValueError(
-          f"capacity={capacity} is less than the prefix of {length} positions."
-      )
-  return passes.capture(task, params, prompt, version, capacity or 0)
 
 
 def replay(
@@ -135,7 +83,7 @@ def replay(
 
     return lax.map(one, (group, places))
   if state is not None:
-    _check_state(task, state, group)
+    prefix.check_replayable(task, state, group)
   return _replay(task, allow_stale, params, group, state, version, key)
 
 
@@ -177,7 +125,7 @@ def dense_log_probs(
     f32[G, T], 0 where a tail is padding.
   """
   group_lib.check(group, model.config)
-  _check_single(group)
+  prefix.check_single(group)
   tokens_GS = group.sequences()
   hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
   tokens = group.tails.shape[1]
@@ -236,62 +184,15 @@ def value_and_grad(
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
-      _check_state(task, state, group)
+      prefix.check_replayable(task, state, group)
     good = None
     if state is not None and not allow_stale:
-      good = _check_version(state, params, version)
+      good = prefix.check_version(state, params, version)
     return _poisoned(good, passes.value_and_grad(
         task, loss, params, group, args, state, key
     ))
 
   return run
-
-
-def extend(
-    model: decoder.Decoder,
-    params,
-    state: state_lib.PrefixState,
-    tokens,
-    *,
-    schedule: Schedule = Schedule(),
-) -> state_lib.PrefixState:
-  """Appends tokens to a state that has room for them.
-
-  Args:
-    model: the decoder.
-    params: the parameters the state was captured under.
-    state: captured with `capacity` to spare; what it keeps is dropped.
-    tokens: ids.
-    schedule: how many are run at a time.
-
-  Returns:
-    The longer state; `state` itself is unchanged.
-
-  Raises:
-    ValueError: no room, ids outside the vocabulary, more positions than the
-      model has, or other parameters; nothing has been overwritten then.
-  """
-  tokens = group_lib.as_ids(tokens, "tokens")
-  length = int(state.length) + tokens.size
-  if state.devices > 1:
-    raise ValueError("A state on several devices cannot be extended.")
-  group_lib.check_tokens(tokens, model.config, "tokens")
-  group_lib.check_positions(length, model.config)
-  _check_version(state, params, None)
-  if length > state.capacity:
-    raise ValueError(
-        f"The state is full: {int(state.length)} of {state.capacity} positions "
-        f"are taken and {tokens.size} more do not fit. Capture it with "
-        f"capacity={length} or more."
-    )
-  for start in range(0, tokens.size, schedule.chunk_size):
-    part = tokens[start : start + schedule.chunk_size]
-    end = int(state.length) + part.size
-    padded = np.pad(part, (0, group_lib.bucket(part.size) - part.size))
-    state = passes.extend(
-        model, params, state, jnp.asarray(padded, jnp.int32), jnp.int32(end)
-    )
-  return state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -317,7 +218,7 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
   # values only inside of the custom_vjp.
   good = None
   if state is not None and not allow_stale:
-    good = _check_version(state, params, version)
+    good = prefix.check_version(state, params, version)
   outputs, state, kept = passes.forward(task, keep, params, group, state)
   return good, _poisoned(good, outputs), state, kept
 
@@ -357,68 +258,3 @@ def make_task(
   policy = task.policy(group, one_pass=one_pass)
   settled = dataclasses.replace(schedule, activations=policy)
   return dataclasses.replace(task, schedule=settled)
-
-
-def check_samplable(state, params, group):
-  """Raises ValueError for a state that `params` cannot go on from."""
-  if state.devices > 1:
-    raise ValueError("A state on several devices cannot be sampled from.")
-  _check_prompt(state, group)
-  _check_version(state, params, None)
-
-
-def _check_single(group):
-  if group.prompt.ndim != 1:
-    raise ValueError("This takes one group, not stacked groups.")
-
-
-def _check_state(task, state, group):
-  """Raises ValueError for a state this task cannot replay."""
-  if task.prefix_gradient == "full":
-    raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
-  if state.devices != task.layout.devices:
-    raise ValueError(
-        f"The state lies on {state.devices} devices, the schedule's layout has "
-        f"{task.layout.devices}. Capture it with the same schedule."
-    )
-  _check_prompt(state, group)
-  if state.kept is not None:
-    kept, positions = state.kept.x_GTM.shape, group.prompt.shape[0] - 1
-    if (kept[0], kept[3]) != task.chunks(positions):
-      raise ValueError(
-          f"The state keeps chunks of {kept[3]} positions; chunk_size="
-          f"{task.schedule.chunk_size} asks for others. Use one schedule for "
-          "both, or capture with keep=False."
-      )
-
-
-def _check_prompt(state, group):
-  if not group_lib.is_concrete((state.tokens, state.length, group)):
-    return
-  length = int(group.prompt_length) - 1
-  prefix = np.asarray(group.prompt)[:length]
-  if int(state.length) != length or (
-      np.asarray(state.tokens)[:length] != prefix
-  ).any():
-    raise ValueError(
-        f"The state holds {int(state.length)} positions of another prompt: "
-        f"this group's prefix has {length}. Capture it for this group."
-    )
-
-
-def _check_version(state, params, version):
-  """None, or under jit whether the state is of these parameters.
-
-  Raises:
-    ValueError: it is not, and the values are there to see it.
-  """
-  if version is None:
-    version = state_lib.fingerprint(params)
-  if not group_lib.is_concrete((state.version, version)):
-    return state.version == jnp.asarray(version, jnp.uint32)
-  if int(state.version) != int(version):
-    raise ValueError(
-        "The state was captured under other parameters: capture it again "
-        "after an update, or pass allow_stale=True to study staleness."
-    )
-  return None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
-from branch_replay import prefix_replay
+from branch_replay import prefix
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
@@ -155,9 +155,9 @@ def sample(
   if schedule.layout.devices > 1:
     raise ValueError("Sampling runs on one device.")
   if state is None:
-    state = prefix_replay.capture(model, params, group, schedule=schedule)
+    state = prefix.capture(model, params, group, schedule=schedule)
   else:
-    prefix_replay.check_samplable(state, params, group)
+    prefix.check_samplable(state, params, group)
   boundary = group.prompt[length - 1]
   stop_ids = jnp.asarray(stop_ids, jnp.int32)
   return _sample(

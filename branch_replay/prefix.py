@@ -1,0 +1,180 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Making a prefix state, and checking one that is handed in."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import engine
+from branch_replay import group as group_lib
+from branch_replay import passes
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.schedule import Schedule
+
+
+def capture(
+    model: decoder.Decoder,
+    params,
+    prompt,
+    *,
+    capacity: int | None = None,
+    schedule: Schedule = Schedule(),
+    keep: bool = False,
+    version=None,
+) -> state_lib.PrefixState:
+  """Runs all of a prompt but its last token, once, for all its branches.
+
+  Chunks of the prompt are run without autodiff, each on top of those before;
+  the activations of one chunk live at a time.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    prompt: a `Group`, or the ids of a prompt.
+    capacity: positions to make room for, at least those of the prefix, if the
+      state is to be extended; None for the prefix alone.
+    schedule: chunk size and layout.
+    keep: whether the state keeps its activations, so that the prefix pass does
+      not run the prefix again.
+    version: u32 to mark the state with, instead of a fingerprint of `params`.
+
+  Returns:
+    The state. It belongs to these parameters.
+
+  Raises:
+    ValueError: an empty prompt, an id outside the vocabulary, more positions
+      than the model has.
+  """
+  if not isinstance(prompt, group_lib.Group):
+    prompt = group_lib.Group.create(prompt, [[]], config=model.config)
+  group_lib.check(prompt, model.config)
+  check_single(prompt)
+  if keep and schedule.layout.devices > 1:
+    raise ValueError("keep=True keeps activations on one device only.")
+  policy = "keep" if keep else "recompute"
+  task = engine.Task(
+      model, schedule=dataclasses.replace(schedule, activations=policy)
+  )
+  if capacity is not None:
+    length = prompt.prompt_length - 1
+    if group_lib.is_concrete(length) and capacity < int(length):
+      raise ValueError(
+          f"capacity={capacity} is less than the prefix of {length} positions."
+      )
+  return passes.capture(task, params, prompt, version, capacity or 0)
+
+
+def extend(
+    model: decoder.Decoder,
+    params,
+    state: state_lib.PrefixState,
+    tokens,
+    *,
+    schedule: Schedule = Schedule(),
+) -> state_lib.PrefixState:
+  """Appends tokens to a state that has room for them.
+
+  Args:
+    model: the decoder.
+    params: the parameters the state was captured under.
+    state: captured with `capacity` to spare; what it keeps is dropped.
+    tokens: ids.
+    schedule: how many are run at a time.
+
+  Returns:
+    The longer state; `state` itself is unchanged.
+
+  Raises:
+    ValueError: no room, ids outside the vocabulary, more positions than the
+      model has, or other parameters; nothing has been overwritten then.
+  """
+  tokens = group_lib.as_ids(tokens, "tokens")
+  length = int(state.length) + tokens.size
+  if state.devices > 1:
+    raise ValueError("A state on several devices cannot be extended.")
+  group_lib.check_tokens(tokens, model.config, "tokens")
+  group_lib.check_positions(length, model.config)
+  check_version(state, params, None)
+  if length > state.capacity:
+    raise ValueError(
+        f"The state is full: {int(state.length)} of {state.capacity} positions "
+        f"are taken and {tokens.size} more do not fit. Capture it with "
+        f"capacity={length} or more."
+    )
+  for start in range(0, tokens.size, schedule.chunk_size):
+    part = tokens[start : start + schedule.chunk_size]
+    end = int(state.length) + part.size
+    padded = np.pad(part, (0, group_lib.bucket(part.size) - part.size))
+    state = passes.extend(
+        model, params, state, jnp.asarray(padded, jnp.int32), jnp.int32(end)
+    )
+  return state
+
+
+def check_single(group):
+  """Raises ValueError for stacked groups."""
+  if group.prompt.ndim != 1:
+    raise ValueError("This takes one group, not stacked groups.")
+
+
+def check_samplable(state, params, group):
+  """Raises ValueError for a state that `params` cannot go on from."""
+  if state.devices > 1:
+    raise ValueError("A state on several devices cannot be sampled from.")
+  _check_prompt(state, group)
+  check_version(state, params, None)
+
+
+def check_replayable(task, state, group):
+  """Raises ValueError for a state this task cannot replay."""
+  if task.prefix_gradient == "full":
+    raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
+  if state.devices != task.layout.devices:
+    raise ValueError(
+        f"The state lies on {state.devices} devices, the schedule's layout has "
+        f"{task.layout.devices}. Capture it with the same schedule."
+    )
+  _check_prompt(state, group)
+  if state.kept is not None:
+    kept, positions = state.kept.x_GTM.shape, group.prompt.shape[0] - 1
+    if (kept[0], kept[3]) != task.chunks(positions):
+      raise ValueError(
+          f"The state keeps chunks of {kept[3]} positions; chunk_size="
+          f"{task.schedule.chunk_size} asks for others. Use one schedule for "
+          "both, or capture with keep=False."
+      )
+
+
+def _check_prompt(state, group):
+  if not group_lib.is_concrete((state.tokens, state.length, group)):
+    return
+  length = int(group.prompt_length) - 1
+  prefix = np.asarray(group.prompt)[:length]
+  if int(state.length) != length or (
+      np.asarray(state.tokens)[:length] != prefix
+  ).any():
+    raise ValueError(
+        f"The state holds {int(state.length)} positions of another prompt: "
+        f"this group's prefix has {length}. Capture it for this group."
+    )
+
+
+def check_version(state, params, version):
+  """None, or under jit whether the state is of these parameters.
+
+  Raises:
+    ValueError: it is not, and the values are there to see it.
+  """
+  if version is None:
+    version = state_lib.fingerprint(params)
+  if not group_lib.is_concrete((state.version, version)):
+    return state.version == jnp.asarray(version, jnp.uint32)
+  if int(state.version) != int(version):
+    raise ValueError(
+        "The state was captured under other parameters: capture it again "
+        "after an update, or pass allow_stale=True to study staleness."
+    )
+  return None
