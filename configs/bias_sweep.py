@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How wrong is the gradient that stops at the prefix, and how to mend it.
 
-Claim: on SmolLM2-135M-Instruct and real documents the gradient that stops at
-the prefix has a cosine of 0.8 to 0.9 with the exact one, falling with the
-prefix length, and of 0.5 to 0.75 for keys and values; a sampled prefix pass
-with importance weights at a third of the cost is closer than both stop and
-uniform sampling.
+Questions: on SmolLM2-135M-Instruct and real documents, how far is the gradient
+that stops at the prefix from the exact one, by prefix length, tail length, group
+size, matrix and layer; where in the prefix does the cotangent sit; and is a
+sampled prefix pass at a third of the cost closer than stopping? Not run in full
+yet: no answer is committed.
 
   python -m experiments.bias_sweep --config=configs/bias_sweep.py
 
-Cost: about an hour on two cores; may be interrupted and started again, cases
-that are done are not run again.
+Cost: hours on two cores; may be interrupted and started again, cases that are
+done are not run again.
 """
 
 import ml_collections

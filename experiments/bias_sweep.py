@@ -218,6 +218,16 @@ def profile(accumulator, length: int) -> list[float]:
   return [round(float(part.sum()) / total, 6) for part in bins]
 
 
+def _draw_key(case: Case, draw: int):
+  """A key of its own for every case: shared draws would be shared luck."""
+  key = jax.random.key(case.seed + 1)
+  depth = 0 if case.depth is None else 1 + int(100 * case.depth)
+  for part in (case.document, case.prompt_tokens, case.tail_tokens,
+               case.branches, len(case.advantages), depth, draw):
+    key = jax.random.fold_in(key, part)
+  return key
+
+
 def estimators(config, case: Case):
   """(name, sampling, draws) of the estimators studied on a case."""
   if case.prompt_tokens < 16 * config.chunks:
@@ -259,7 +269,7 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   for law, sampling, draws in estimators(config, case):
     task = parts.task(group, "sampled", sampling)
     for draw in range(draws):
-      key = jax.random.fold_in(jax.random.key(case.seed + 1), draw)
+      key = _draw_key(case, draw)
       uniform_N = chunk_sampling.uniforms(key, config.chunks)
       gradient, _, report = finish(task, uniform_N=uniform_N)
       far = distance(parts.moments(gradient, exact))
