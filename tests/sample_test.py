@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import branch_replay as br
-from branch_replay import prefix_replay
+from branch_replay import prefix
 from branch_replay.rollout import sample as sample_lib
 from tests import tiny
 
@@ -302,7 +302,7 @@ def test_rows_do_not_change_with_a_state_given_and_nothing_is_captured(
     monkeypatch
 ):
   first = rollout()
-  monkeypatch.setattr(prefix_replay, "capture", None)
+  monkeypatch.setattr(prefix, "capture", None)
   again = run(state=first.state)
   np.testing.assert_array_equal(again.tokens, first.tokens)
   np.testing.assert_array_equal(again.log_probs, first.log_probs)
