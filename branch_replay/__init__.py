@@ -6,11 +6,12 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
 
   G  branches of a group          L  layers
   T  tokens of a tail or segment  K  key-value heads
-  P  positions of the prefix      R  query heads per key-value head
-  C  positions of a chunk         N  any number of heads or rows
-  V  vocabulary                   D  head_dim
-  M  model width                  H  half of head_dim (RoPE)
-  F  feed-forward width           B  positions in one attention tile
+  S  tokens of a whole row, or    R  query heads per key-value head
+     keys that are here or cached D  head_dim
+  P  positions of the prefix      H  half of head_dim (RoPE)
+  C  positions of a chunk         N  any number: rows, heads, chunks
+  V  vocabulary                   B  positions in one attention tile
+  M  model width                  F  feed-forward width
 """
 
 # isort: off

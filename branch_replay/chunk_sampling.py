@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from branch_replay.layout import Layout
 
-Law = Literal["importance", "uniform", "top"]
+ChunkLaw = Literal["importance", "uniform", "top"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +32,21 @@ class Sampling:
     law: "importance", qᵢ ∝ ‖cᵢ‖ capped at 1, unbiased; "uniform", the same q
       for all, unbiased; "top", the chunks of the largest ‖cᵢ‖ unscaled, which
       is deterministic and biased.
-    floor: least probability of a chunk under "importance": an upper bound on
-      the weight 1/q.
+    floor: least probability of a chunk under "importance", or the budget's
+      share where that is less: it bounds the weight 1/q.
   """
 
   chunks: float = 4.0
-  law: Law = "importance"
+  law: ChunkLaw = "importance"
   floor: float = 0.05
 
   def __post_init__(self):
     if not self.chunks > 0:
       raise ValueError(f"Sampling.chunks must be > 0, not {self.chunks}.")
-    if self.law not in get_args(Law):
+    if self.law not in get_args(ChunkLaw):
       raise ValueError(
-          f"Unknown law {self.law!r}: use one of {', '.join(get_args(Law))}."
+          f"Unknown law {self.law!r}: use one of "
+          f"{', '.join(get_args(ChunkLaw))}."
       )
     if not 0 < self.floor <= 1:
       raise ValueError(f"Sampling.floor must lie in (0, 1]: {self.floor}.")

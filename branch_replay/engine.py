@@ -92,6 +92,8 @@ class Task:
     elif self.prefix_gradient == "stop":
       prefix = 0
     rows = self.at_once(branches) * tokens
+    # Several devices do not keep tails for `replay`, see `passes.forward`.
+    one_pass = one_pass or self.layout.devices > 1
     held = rows if one_pass else branches * tokens
     return self.schedule.policy(self.config, prefix, rows, held)
 

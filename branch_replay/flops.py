@@ -34,7 +34,7 @@ def gradient(
     tail: int,
     mode: str,
     policy: str,
-    chunks_run: float = 1.0,
+    share: float = 1.0,
 ) -> int:
   """Operations of one `value_and_grad` of one group.
 
@@ -45,7 +45,7 @@ def gradient(
     tail: T, tokens of a tail, its boundary token included.
     mode: "full", "exact", "sampled" or "stop".
     policy: what is kept, see `schedule.Schedule.activations`.
-    chunks_run: of "sampled", the expected share of the prefix's chunks.
+    share: of "sampled", the expected share of the prefix's chunks that run.
 
   Returns:
     Floating-point operations, head included.
@@ -56,6 +56,6 @@ def gradient(
     return branches * (3 + again) * forward(config, prefix + tail, 0) + head
   tails = branches * (3 + again) * forward(config, tail, prefix)
   prefix_pass = {"keep": 2, "recompute": 3, "recompute_layers": 4}[policy]
-  share = {"stop": 0, "exact": 1, "sampled": chunks_run}[mode]
-  passes = 1 + share * prefix_pass
+  popped = {"stop": 0, "exact": 1, "sampled": share}[mode]
+  passes = 1 + popped * prefix_pass
   return round(passes * forward(config, prefix, 0)) + tails + head

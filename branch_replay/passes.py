@@ -3,8 +3,8 @@
 """Whole passes under jit, with the task as their static argument.
 
 Another prefix length in the same bucket, other tokens, other parameters do not
-compile again. What a caller may get wrong is checked in `prefix_replay`,
-outside.
+compile again. What a caller may get wrong is checked outside, in `prefix` and
+`prefix_replay`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Evaluation(NamedTuple):
     loss: the sum over branches, and over stacked groups.
     outputs: the readout's pytree, [G, T, ...] or [groups, G, T, ...].
     prefix_pass: in `sampled` a `chunk_sampling.PrefixPass`: which chunks ran
-      and with what probability; None in the other modes.
+      and with what probability; None in the other modes and without a prefix.
   """
 
   loss: jax.Array

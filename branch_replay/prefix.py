@@ -74,6 +74,7 @@ def extend(
     tokens,
     *,
     schedule: Schedule = Schedule(),
+    version=None,
 ) -> state_lib.PrefixState:
   """Appends tokens to a state that has room for them.
 
@@ -83,6 +84,7 @@ def extend(
     state: captured with `capacity` to spare; what it keeps is dropped.
     tokens: ids.
     schedule: how many are run at a time.
+    version: what the state is marked with, if not by a fingerprint.
 
   Returns:
     The longer state; `state` itself is unchanged.
@@ -93,11 +95,11 @@ def extend(
   """
   tokens = group_lib.as_ids(tokens, "tokens")
   length = int(state.length) + tokens.size
-  if state.devices > 1:
-    raise ValueError("A state on several devices cannot be extended.")
+  if max(state.devices, schedule.layout.devices) > 1:
+    raise ValueError("States are extended on one device only.")
   group_lib.check_tokens(tokens, model.config, "tokens")
   group_lib.check_positions(length, model.config)
-  check_version(state, params, None)
+  check_version(state, params, version)
   if length > state.capacity:
     raise ValueError(
         f"The state is full: {int(state.length)} of {state.capacity} positions "
@@ -120,16 +122,20 @@ def check_single(group):
     raise ValueError("This takes one group, not stacked groups.")
 
 
-def check_samplable(state, params, group):
+def check_samplable(state, params, group, version):
   """Raises ValueError for a state that `params` cannot go on from."""
   if state.devices > 1:
     raise ValueError("A state on several devices cannot be sampled from.")
   _check_prompt(state, group)
-  check_version(state, params, None)
+  check_version(state, params, version)
 
 
 def check_replayable(task, state, group):
-  """Raises ValueError for a state this task cannot replay."""
+  """None, or under jit whether the state is of this group's prompt.
+
+  Raises:
+    ValueError: a state this task cannot replay.
+  """
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
   if state.devices != task.layout.devices:
@@ -137,7 +143,6 @@ def check_replayable(task, state, group):
         f"The state lies on {state.devices} devices, the schedule's layout has "
         f"{task.layout.devices}. Capture it with the same schedule."
     )
-  _check_prompt(state, group)
   if state.kept is not None:
     kept, positions = state.kept.x_GTM.shape, group.prompt.shape[0] - 1
     if (kept[0], kept[3]) != task.chunks(positions):
@@ -146,11 +151,15 @@ def check_replayable(task, state, group):
           f"{task.schedule.chunk_size} asks for others. Use one schedule for "
           "both, or capture with keep=False."
       )
+  return _check_prompt(state, group)
 
 
 def _check_prompt(state, group):
   if not group_lib.is_concrete((state.tokens, state.length, group)):
-    return
+    shared = min(state.capacity, group.prompt.shape[0] - 1)
+    same = state.tokens[:shared] == group.prompt[:shared]
+    past = jnp.arange(shared) >= state.length
+    return (state.length == group.prompt_length - 1) & jnp.all(same | past)
   length = int(group.prompt_length) - 1
   prefix = np.asarray(group.prompt)[:length]
   if int(state.length) != length or (
@@ -160,6 +169,7 @@ def _check_prompt(state, group):
         f"The state holds {int(state.length)} positions of another prompt: "
         f"this group's prefix has {length}. Capture it for this group."
     )
+  return None
 
 
 def check_version(state, params, version):

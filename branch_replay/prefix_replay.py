@@ -53,8 +53,8 @@ def replay(
     key: of "sampled": a PRNG key; the same key draws the same chunks.
     schedule: sizes and policies, which do not change the result.
     allow_stale: accept a state captured under other parameters. Otherwise it
-      is an error, and inside `jit`, where it cannot be one, turns everything
-      into NaN.
+      is an error, as is one of another prompt, and inside `jit`, where there
+      are no errors, everything turns into NaN.
     version: u32 the state must be marked with, in place of the fingerprint of
       `params`.
 
@@ -71,8 +71,10 @@ def replay(
       one_pass=False,
   )
   _check_key(task, key)
+  if state is None and version is not None:
+    raise ValueError("version= belongs to a state=.")
   if group.prompt.ndim == 2:
-    if state is not None or version is not None:
+    if state is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
     places = jnp.arange(group.prompt.shape[0])
 
@@ -82,8 +84,6 @@ def replay(
       return _replay(task, allow_stale, params, group, None, None, mine)
 
     return lax.map(one, (group, places))
-  if state is not None:
-    prefix.check_replayable(task, state, group)
   return _replay(task, allow_stale, params, group, state, version, key)
 
 
@@ -184,10 +184,7 @@ def value_and_grad(
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
-      prefix.check_replayable(task, state, group)
-    good = None
-    if state is not None and not allow_stale:
-      good = prefix.check_version(state, params, version)
+    good = _check(task, state, params, group, version, allow_stale)
     return _poisoned(good, passes.value_and_grad(
         task, loss, params, group, args, state, key
     ))
@@ -216,11 +213,20 @@ def _replay_forward(task, allow_stale, params, group, state, version, key):
 def _checked_forward(task, allow_stale, keep, params, group, state, version):
   # Checked here and not in `replay`: under `jax.grad` the parameters have
   # values only inside of the custom_vjp.
-  good = None
-  if state is not None and not allow_stale:
-    good = prefix.check_version(state, params, version)
+  good = _check(task, state, params, group, version, allow_stale)
   outputs, state, kept = passes.forward(task, keep, params, group, state)
   return good, _poisoned(good, outputs), state, kept
+
+
+def _check(task, state, params, group, version, allow_stale):
+  """None, or under jit whether a given state may be replayed."""
+  if state is None:
+    return None
+  found = [prefix.check_replayable(task, state, group)]
+  if not allow_stale:
+    found.append(prefix.check_version(state, params, version))
+  found = [good for good in found if good is not None]
+  return functools.reduce(jnp.logical_and, found) if found else None
 
 
 def _poisoned(good, tree):

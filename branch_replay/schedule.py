@@ -37,10 +37,10 @@ class Schedule:
       prefix pass; "recompute" those of a chunk (or of a branch group) when
       it is popped; "recompute_layers" those of one layer at a time; None to
       take the first of these that fits `memory_budget`.
-    memory_budget: bytes of activations that may be alive when `activations`
+    memory_budget: bytes of activations a device may hold, when `activations`
       is None.
     readout_tokens: tail tokens whose readout is computed at a time.
-    layout: where parameters live.
+    layout: where tokens and parameters live.
   """
 
   chunk_size: int = 1024
@@ -80,7 +80,7 @@ class Schedule:
     """
     if self.activations is not None:
       return self.activations
-    token = stage_bytes(config) * config.num_layers
+    token = stage_bytes(config) * config.num_layers / self.layout.devices
     segment_tokens = max(row_tokens, min(prefix, self.chunk_size))
     if token * (prefix + held_tokens) <= self.memory_budget:
       return "keep"

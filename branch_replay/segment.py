@@ -151,7 +151,7 @@ def _layer_backward(
       layout.all(delta, 3), context.prefix, layer, context.prefix_length,
       accumulator=accumulator, stripe=layout.stripe(),
   )
-  dq = layout.sum_mine(dq, 3)
+  dq = layout.sum_mine(dq, 3).astype(q.dtype)
   if present_at is not None:
     # The op added to earlier positions only, so this may be read after it;
     # read before, XLA would keep a second copy of the whole accumulator.

@@ -8,8 +8,9 @@ work below the diagonal. Queries travel and the prefix stays: the queries of all
 devices are gathered, each device attends with them to the keys it has, and the
 outputs are merged by log-sum-exp, each to its own device. Parameters are
 sharded and gathered layer by layer; gradients are summed and scattered the same
-way. Every collective is a line in this file, none is differentiated through,
-and none carries the prefix.
+way. Every collective is a line in this file, and none is differentiated
+through. In `exact`, `sampled` and `stop` none carries the prefix; `full` has no
+prefix, and its whole sequences travel.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from branch_replay.layout import Layout
 from branch_replay.ops import attention
 
 _AXIS = "tokens"
-_LAYERS = "layers"
+_LAYERS = "layers/"
 
 
 @dataclasses.dataclass(frozen=True)

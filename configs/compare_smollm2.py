@@ -5,7 +5,7 @@
 Claim: on SmolLM2-135M-Instruct, a 1024-token prompt of real text and 8 sampled
 answers of 64 tokens, `exact` gives the gradient of the full backward pass to
 rounding (relative error below 1e-4) for about a fifth of the work, and `stop`
-gives a gradient that points elsewhere, for about a ninth.
+gives a gradient that points elsewhere, for about an eighth.
 
   make compare
   python -m experiments.compare_backward --config=configs/compare_smollm2.py
@@ -24,7 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
       "branches": 8,
       "tail_tokens": 64,
       "temperature": 1.0,
-      "modes": ("full", "exact", "stop"),
+      "modes": ("full", "exact", "stop"),  # and "sampled"
+      "sampled_chunks": 4.0,  # of a sampled prefix pass, expected
       "chunk_size": 1024,
       "branches_at_once": 0,  # 0: all of a group
       "activations": "auto",

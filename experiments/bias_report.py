@@ -11,6 +11,7 @@ _PARTS = (
     "project/query", "project/key", "project/value", "join/output",
     "expand/gate", "expand/up", "contract/down",
 )
+_SHAPE = ("prompt_tokens", "tail_tokens", "branches", "advantages", "depth")
 
 
 def _spread(values) -> dict:
@@ -35,16 +36,12 @@ def summarize(cases: list[dict]) -> dict:
   """
   shapes, estimators = {}, {}
   for case in cases:
-    shape = tuple(case[name] for name in (
-        "prompt_tokens", "tail_tokens", "branches", "advantages", "depth"))
+    shape = tuple(case[name] for name in _SHAPE)
     if not case.get("dead"):
       shapes.setdefault(shape, []).append(case)
   rows = []
   for shape, members in sorted(shapes.items(), key=str):
-    row = dict(zip(
-        ("prompt_tokens", "tail_tokens", "branches", "advantages", "depth"),
-        shape, strict=True,
-    ))
+    row = dict(zip(_SHAPE, shape, strict=True))
     stops = [case["stop"] for case in members]
     for name in ("cosine", "relative_error", "norm_ratio"):
       row[name] = _spread([stop[name] for stop in stops])
@@ -73,14 +70,14 @@ def summarize(cases: list[dict]) -> dict:
     rows.append(row)
     for case in members:
       for one in case["estimators"]:
-        at = (shape[0], shape[3], one["law"], round(one["budget"], 2))
+        at = (*shape, one["law"], round(one["budget"], 2))
         estimators.setdefault(at, []).append((one, case["stop"]))
   return {
       "stop": rows,
       "estimators": [
           {
-              "prompt_tokens": prompt, "advantages": advantages, "law": law,
-              "budget": budget,
+              **dict(zip(_SHAPE, at[:5], strict=True)),
+              "law": at[5], "budget": at[6],
               **{
                   name: _spread([one[name] for one, _ in members])
                   for name in (
@@ -94,8 +91,7 @@ def summarize(cases: list[dict]) -> dict:
                   for one, stop in members
               ])), 3),
           }
-          for (prompt, advantages, law, budget), members in sorted(
-              estimators.items())
+          for at, members in sorted(estimators.items(), key=str)
       ],
       "cases": len(cases),
       "dead_groups": sum(bool(case.get("dead")) for case in cases),
@@ -118,10 +114,13 @@ def table(results: dict) -> str:
         f"± {row['cosine']['std'] or 0:.3f} (n={row['cosine']['n']})  "
         f"{row['relative_error']['mean']:.3f}  {key:.2f}  {value:.2f}"
     )
-  lines.append("estimators:  P  law  budget  rel. error  (stop)  cosine")
+  lines.append(
+      "estimators:  P  T  G  advantages  law  budget  rel. error  (stop)  cosine"
+  )
   for row in summary["estimators"]:
     lines.append(
-        f"  {row['prompt_tokens']} {row['advantages']} {row['law']} "
+        f"  {row['prompt_tokens']} {row['tail_tokens']} {row['branches']} "
+        f"{row['advantages']} {row['law']} "
         f"{row['budget']}: {row['relative_error']['mean']:.3f} "
         f"± {row['relative_error']['std'] or 0:.3f}  "
         f"({row['stop_relative_error']['mean']:.3f})  "
@@ -136,17 +135,21 @@ def draw(results: dict, folder: pathlib.Path) -> None:
   from matplotlib import pyplot as plt  # after the backend is chosen
 
   summary = results["summary"]
-  base = [
-      row for row in summary["stop"]
-      if row["advantages"] == "random" and row["tail_tokens"] == 32
-      and row["branches"] == 4
-  ]
+  base, estimators = (
+      [
+          row for row in summary[name]
+          if (row["tail_tokens"], row["branches"], row["advantages"])
+          == (32, 4, "random")
+      ]
+      for name in ("stop", "estimators")
+  )
+  base.sort(key=lambda row: row["prompt_tokens"])
   figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
   _draw_lengths(axes[0, 0], base)
   if base:
     _draw_layers(axes[0, 1], base[-1])
     _draw_profile(axes[1, 0], base)
-  _draw_estimators(axes[1, 1], summary["estimators"])
+  _draw_estimators(axes[1, 1], estimators)
   figure.savefig(folder / "bias.png", dpi=120)
   plt.close(figure)
 
@@ -195,8 +198,8 @@ def _draw_profile(axis, base):
 def _draw_estimators(axis, rows):
   for law in ("importance", "uniform", "top"):
     chosen = [
-        row for row in rows if row["law"] == law
-        and row["prompt_tokens"] == 1024 and row["advantages"] == "random"
+        row for row in rows
+        if row["law"] == law and row["prompt_tokens"] == 1024
     ]
     axis.errorbar(
         [row["chunks_run"]["mean"] for row in chosen],

@@ -248,6 +248,12 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   params = pretrained.params
   group, advantages_G, rewards_G = group_of(pretrained, case, texts)
   length = int(group.prompt_length) - 1
+  count = parts.task(group, "exact").chunks(group.prompt.shape[0] - 1).count
+  if count != config.chunks:
+    raise ValueError(
+        f"A prompt of {case.prompt_tokens} tokens makes {count} chunks, not "
+        f"{config.chunks}: take a multiple of {config.chunks}."
+    )
   result = dataclasses.asdict(case) | {
       "rewards": [round(float(r), 4) for r in rewards_G], "estimators": []
   }
@@ -283,6 +289,16 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   return result
 
 
+def _same_config(config: ml_collections.ConfigDict, file: pathlib.Path):
+  """Raises ValueError when the workdir holds cases of another config."""
+  mine = json.loads(json.dumps(config.to_dict()))
+  if file.exists() and json.loads(file.read_text()) != mine:
+    raise ValueError(
+        f"{file.parent} holds cases of another config: take another --workdir."
+    )
+  record.write_json(file, mine)
+
+
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs the cases that are not done yet; see the module.
 
@@ -292,11 +308,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
 
   Returns:
     The summary.
+
+  Raises:
+    ValueError: a model without a tokenizer, lengths that do not make the chunks
+      asked for, or a workdir of another config.
   """
   workdir = pathlib.Path(workdir).resolve()
   workdir.mkdir(parents=True, exist_ok=True)
   log = workdir / "cases.jsonl"
-  lines = log.read_text().splitlines() if log.exists() else []
+  _same_config(config, workdir / "config.json")
+  # A kill may leave half a line at the end: that case is run again.
+  lines = log.read_text().split("\n")[:-1] if log.exists() else []
+  log.write_text("".join(line + "\n" for line in lines))
   done = [json.loads(line) for line in lines]
   names = [field.name for field in dataclasses.fields(Case)]
   known = {tuple(case[name] for name in names) for case in done}
@@ -305,6 +328,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       if dataclasses.astuple(case) not in known
   ]
   pretrained, texts = compare_backward.load(config.model), documents()
+  if pretrained.tokenizer is None:
+    raise ValueError(f"model={config.model!r} has no tokenizer.")
   studies = {}
   for case in tqdm.tqdm(waiting, desc="cases"):
     size = -(-(case.prompt_tokens - 1) // config.chunks)

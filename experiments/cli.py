@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command line that all experiments share: --config and --workdir.
+"""The command line of all experiments: --config, --workdir, --devices.
 
 Flags are defined when a script is run, not when it is imported, so that
 notebooks may import any number of experiments and call their `run`.
@@ -39,8 +39,13 @@ def main(run, config_file: str) -> None:
 
   def start(_):
     if devices.value is not None:
-      jax.config.update("jax_num_cpu_devices", devices.value)
+      if "devices" not in config.value:
+        sys.exit("error: this experiment runs on one device, without --devices")
       config.value.devices = devices.value
+    count = config.value.get("devices", 1)
+    if count < 1:
+      sys.exit(f"error: devices={count} must be at least 1")
+    jax.config.update("jax_num_cpu_devices", count)
     file = config_flags.get_config_filename(flags.FLAGS["config"])
     default = pathlib.Path("runs") / pathlib.Path(file).stem
     try:
@@ -48,7 +53,8 @@ def main(run, config_file: str) -> None:
     except ValueError as error:
       # Ours say what to do; one from elsewhere is a bug and keeps its trace.
       raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-      if _ROOT not in pathlib.Path(raised_in).resolve().parents:
+      rooms = set(pathlib.Path(raised_in).resolve().parents)
+      if not rooms & {_ROOT / "branch_replay", _ROOT / "experiments"}:
         raise
       sys.exit(f"error: {error}")
     except KeyboardInterrupt:

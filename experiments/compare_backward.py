@@ -124,7 +124,9 @@ def reward(tokenizer, tail, text: str) -> float:
   return sum(word in known for word in words) / max(len(words), 1)
 
 
-def compiled(problem: Problem, mode: str, schedule: br.Schedule):
+def compiled(
+    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling
+):
   """The gradient of one mode, compiled: () -> ((loss, log-probs), grads)."""
   group = problem.group
   weight = 1.0 / jnp.maximum(jnp.sum(group.tail_lengths), 1)
@@ -133,17 +135,22 @@ def compiled(problem: Problem, mode: str, schedule: br.Schedule):
   function = br.value_and_grad(
       problem.model, policy_gradient_loss, prefix_gradient=mode,
       schedule=schedule, readout=br.LogProbs(problem.temperature),
+      sampling=sampling,
   )
-  executable = jax.jit(function).lower(*args).compile()
-  return executable, functools.partial(executable, *args)
+  key = jax.random.key(0)
+  executable = jax.jit(function).lower(*args, key=key).compile()
+  return executable, functools.partial(executable, *args, key=key)
 
 
-def describe(problem: Problem, mode: str, schedule: br.Schedule) -> dict:
+def describe(
+    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling
+) -> dict:
   """The analytic half of a run's record."""
   branches, tail = problem.group.tails.shape  # padded, as they are run
   prefix = int(problem.group.prompt_length) - 1
   task = engine.Task(
-      problem.model, prefix_gradient=mode, schedule=schedule
+      problem.model, prefix_gradient=mode, schedule=schedule,
+      sampling=sampling,
   )
   policy = task.policy(problem.group, one_pass=True)
   per_sequence = branches * (prefix + tail)
@@ -162,7 +169,7 @@ def describe(problem: Problem, mode: str, schedule: br.Schedule) -> dict:
       ),
       "flops": flops.gradient(
           problem.model.config, prefix=prefix, branches=branches, tail=tail,
-          mode=mode, policy=policy, chunks_run=_share(task, problem.group),
+          mode=mode, policy=policy, share=_share(task, problem.group),
       ),
       "seconds": [],
   }
@@ -231,6 +238,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     check_mode(mode)
   if not config.modes or len(set(config.modes)) < len(config.modes):
     raise ValueError(f"modes={config.modes}: name each mode once.")
+  br.Sampling(chunks=config.sampled_chunks)  # or an error, before any work
   if not config.temperature > 0:
     raise ValueError(
         f"temperature={config.temperature}: answers that are all alike teach "
@@ -249,6 +257,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
           problem, params=layout.place(problem.params)
       )
     bar.update()
+    settings = schedule, br.Sampling(chunks=config.sampled_chunks)
     results = {
         "environment": record.environment(),
         "config": config.to_dict(),
@@ -258,7 +267,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     record.write_json(workdir / "results.json", results)
     (workdir / "report.png").unlink(missing_ok=True)  # of an earlier run
     try:
-      _measure(problem, schedule, modes, config.repeats, results, workdir, bar)
+      _measure(problem, settings, modes, config.repeats, results, workdir, bar)
     except KeyboardInterrupt:
       print(f"\nInterrupted: {len(results['runs'])} modes have measurements "
             f"in {workdir / 'results.json'}.")
@@ -272,7 +281,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   return results
 
 
-def _measure(problem, schedule, modes, repeats, results, workdir, bar):
+def _measure(problem, settings, modes, repeats, results, workdir, bar):
   """Compiles and warms up every mode, then times them in turns."""
   functions, reference = {}, None
 
@@ -283,8 +292,8 @@ def _measure(problem, schedule, modes, repeats, results, workdir, bar):
   for mode in modes:
     bar.set_description(f"{mode}: compiling")
     start = time.perf_counter()
-    executable, function = compiled(problem, mode, schedule)
-    run_ = describe(problem, mode, schedule)
+    executable, function = compiled(problem, mode, *settings)
+    run_ = describe(problem, mode, *settings)
     run_["compile_seconds"] = time.perf_counter() - start
     memory = executable.memory_analysis()
     run_["temp_bytes"] = memory and memory.temp_size_in_bytes

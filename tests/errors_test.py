@@ -248,3 +248,32 @@ def test_room_to_spare_costs_nothing_and_changes_nothing(x64):
   _, gradient = function(params, group, weights, state=roomy)
   assert tiny.worst(gradient, wanted) <= 1e-11
   np.testing.assert_array_equal(roomy.mixer[0][:, :, 16:], 0)
+
+
+def test_under_jit_a_state_of_another_prompt_turns_everything_into_nan():
+  decoder, params = tiny.model(tiny.BASE)
+  group, other = tiny.group(), tiny.group(seed=5)
+  function = jax.jit(
+      lambda group, state: br.log_probs(decoder, params, group, state=state)
+  )
+  state = br.capture(decoder, params, group)
+  np.testing.assert_allclose(
+      function(group, state), br.log_probs(decoder, params, group), atol=1e-6
+  )
+  wrong = function(group, br.capture(decoder, params, other))
+  assert jnp.isnan(wrong).all()
+
+
+def test_a_state_marked_by_the_caller_can_be_extended_and_sampled_from():
+  decoder, params = tiny.model(tiny.BASE)
+  state = br.capture(decoder, params, [1, 2, 3], capacity=8, version=7)
+  with pytest.raises(ValueError, match="captured under other parameters"):
+    br.extend(decoder, params, state, [3, 4])
+  state = br.extend(decoder, params, state, [3, 4], version=7)
+  rollout = br.sample(
+      decoder, params, [1, 2, 3, 4, 5], key=jax.random.key(0), branches=1,
+      max_tokens=2, state=state, version=7,
+  )
+  assert rollout.lengths.tolist() == [2]
+  with pytest.raises(ValueError, match="belongs to a state"):
+    br.log_probs(decoder, params, tiny.group(), version=7)

@@ -41,12 +41,15 @@ def test_every_experiment_imports_under_a_notebook():
 
 
 def test_a_comparison_writes_what_it_promises(tmp_path):
-  results = compare_backward.run(small(), tmp_path)
+  config = small()
+  config.modes = ("full", "exact", "stop", "sampled")
+  config.sampled_chunks = 1.0
+  results = compare_backward.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
   assert (tmp_path / "report.png").stat().st_size > 10_000
   assert set(results) >= {"environment", "model", "runs"}
-  full, exact, stop = results["runs"]
+  full, exact, stop, sampled = results["runs"]
   for run in results["runs"]:
     assert set(run) >= RUN_FIELDS
     assert len(run["seconds"]) == 1
@@ -55,16 +58,18 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
   assert exact["model_tokens"] == stop["model_tokens"] == 19 + 3 * 8
   assert exact["gradient_relative_error"] < 1e-5
   assert stop["gradient_relative_error"] > 1e-2
+  assert sampled["gradient_relative_error"] > 1e-3  # one chunk of two
+  assert stop["flops"] < sampled["flops"] < exact["flops"]
   assert exact["loss"] == pytest.approx(full["loss"], abs=1e-5)
 
 
 def test_an_interrupt_leaves_the_finished_measurements(tmp_path, monkeypatch):
   compiled = compare_backward.compiled
 
-  def interrupted(problem, mode, schedule):
+  def interrupted(problem, mode, *settings):
     if mode == "exact":
       raise KeyboardInterrupt
-    return compiled(problem, mode, schedule)
+    return compiled(problem, mode, *settings)
 
   monkeypatch.setattr(compare_backward, "compiled", interrupted)
   with pytest.raises(KeyboardInterrupt):
@@ -79,6 +84,7 @@ def test_an_interrupt_leaves_the_finished_measurements(tmp_path, monkeypatch):
         ({"modes": ("full", "fast")}, "Unknown prefix_gradient 'fast'"),
         ({"repeats": 0}, "measure at least once"),
         ({"modes": ()}, "name each mode once"),
+        ({"sampled_chunks": 0.0}, "chunks must be > 0"),
         ({"temperature": 0.0}, "teach nothing"),
         ({"prompt_tokens": 10**9}, "The document has"),
         ({"document": "no/such/file"}, "not a file"),

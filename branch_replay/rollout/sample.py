@@ -118,6 +118,7 @@ def sample(
     law: Law = Law(),
     stop_ids: tuple[int, ...] = (),
     state: state_lib.PrefixState | None = None,
+    version=None,
     schedule: Schedule = Schedule(),
 ) -> Rollout:
   """Samples G answers to one prompt, which is run once.
@@ -134,6 +135,7 @@ def sample(
     law: temperature and truncation.
     stop_ids: ids that end an answer.
     state: of this prompt and these parameters, if captured before.
+    version: what that state is marked with, if not by a fingerprint.
     schedule: of the capture.
 
   Returns:
@@ -157,7 +159,7 @@ def sample(
   if state is None:
     state = prefix.capture(model, params, group, schedule=schedule)
   else:
-    prefix.check_samplable(state, params, group)
+    prefix.check_samplable(state, params, group, version)
   boundary = group.prompt[length - 1]
   stop_ids = jnp.asarray(stop_ids, jnp.int32)
   return _sample(
