@@ -115,7 +115,7 @@ def table(results: dict) -> str:
         f"{row['relative_error']['mean']:.3f}  {key:.2f}  {value:.2f}"
     )
   lines.append(
-      "estimators:  P  T  G  advantages  law  budget  rel. error  (stop)  cosine"
+      "estimators:  P  T  G  advantages  law  budget  error  (stop)  cosine"
   )
   for row in summary["estimators"]:
     lines.append(
