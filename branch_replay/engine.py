@@ -213,7 +213,7 @@ def visit_branches(
   def visit(carry, part):
     grads, accumulator = carry
     (rows, args), kept = part
-    context = context_of(rows, window)
+    context = context_of(rows)
     policy = task.schedule.activations
     if kept is None:
       kept = _run(task, params, outer, rows, context, policy)
@@ -261,7 +261,7 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
   outer = task.outer(params)
 
   def run(_, rows):
-    context = context_of(rows, window)
+    context = context_of(rows)
     y_GSM, stages = _run(task, params, outer, rows, context, policy)
     outputs, _ = _read(task, outer, y_GSM, rows, window)
     return None, (outputs, (y_GSM, stages) if keep else None)
@@ -312,7 +312,7 @@ def _branches(task: Task, state, group):
   )
   layout = task.layout
 
-  def context_of(rows, window):
+  def context_of(rows):
     branches, tokens = rows.tokens_GS.shape
     positions_S = layout.positions(first, tokens)[None]
     return segment.Context(

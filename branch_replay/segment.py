@@ -78,7 +78,8 @@ def layer_forward(config, params, x_GTM, positions_GT, attend):
     attend: (q_KGRTD, k_KGTD, v_KGTD) -> (out_KGRTD, anything).
 
   Returns:
-    y_GTM, the "anything", and the projected and expanded activations.
+    y_GTM, the "anything", and what the stages after the first read: the
+    projections, the attention's output, h_GTM, and gate and up.
   """
   def run(kind, name, *inputs):
     stage, stage_params = _stage(config, kind, params, name)
