@@ -21,18 +21,17 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "model": "smollm2",
       "documents": 5,
-      "seeds": 5,
-      # (prompt tokens, tail tokens, branches, advantages), in this order.
+      # (prompt tokens, tail tokens, branches, advantages, seeds).
       "shapes": (
-          (128, 32, 4, "random"),
-          (512, 32, 4, "random"),
-          (1024, 32, 4, "random"),
-          (2048, 32, 4, "random"),
-          (512, 32, 4, "words"),
-          (512, 16, 4, "random"),
-          (512, 128, 4, "random"),
-          (512, 32, 2, "random"),
-          (512, 32, 16, "random"),
+          (128, 32, 4, "random", 5),
+          (512, 32, 4, "random", 5),
+          (1024, 32, 4, "random", 5),
+          (2048, 32, 4, "random", 5),
+          (512, 32, 4, "words", 5),
+          (512, 16, 4, "random", 2),
+          (512, 128, 4, "random", 2),
+          (512, 32, 2, "random", 2),
+          (512, 32, 16, "random", 2),
       ),
       # Shapes with the needle of a retrieval prompt at these places.
       "retrieval": ((1024, 32, 8),),

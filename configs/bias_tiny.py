@@ -16,8 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = bias_sweep.get_config()
   config.update({
       "documents": 1,
-      "seeds": 1,
-      "shapes": ((256, 8, 2, "random"),),
+      "shapes": ((256, 8, 2, "random", 1),),
       "retrieval": (),
       "budgets": (16 / 3,),
       "draws": 1,

@@ -69,10 +69,11 @@ class Case:
 def cases(config: ml_collections.ConfigDict) -> list[Case]:
   """All cases of a config, seeds outermost: any prefix is a fair sample."""
   found = []
-  for seed in range(config.seeds):
+  for seed in range(max(seeds for *_, seeds in config.shapes)):
     for document in range(config.documents):
-      for prompt, tail, branches, advantages in config.shapes:
-        found.append(Case(document, seed, prompt, tail, branches, advantages))
+      for *shape, seeds in config.shapes:
+        if seed < seeds:
+          found.append(Case(document, seed, *shape))
       for prompt, tail, branches in config.retrieval:
         if seed < config.budget_seeds:
           for depth in config.depths:
