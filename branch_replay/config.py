@@ -121,6 +121,11 @@ class ModelConfig:
         raise ValueError(f"{field} must be a float: {getattr(self, field)}")
 
   @property
+  def head_path(self) -> str:
+    """Where the head's table stands among the parameters."""
+    return "embed" if self.tied_embeddings else "head"
+
+  @property
   def queries_per_kv(self) -> int:
     """R, query heads that share one key-value head."""
     return self.num_heads // self.num_kv_heads

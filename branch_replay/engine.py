@@ -69,7 +69,7 @@ class Task:
     )
 
   def outer(self, params):
-    """All parameters outside the layers."""
+    """Parameters outside the layers: whole, but for the vocabulary tables."""
     return self.layout.gather("", segment.outer(params))
 
   def at_once(self, branches: int) -> int:
@@ -128,7 +128,7 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
   tokens, context = _chunk(task, state.tokens, state.mixer, index, size)
   _, present, kept = segment.forward(
       task.config, params["layers"],
-      segment.embed(task.model, task.outer(params), tokens), context,
+      segment.embed(task.config, params, tokens, task.layout), context,
       layout=task.layout, keep=keep, present=True,
   )
   at = context.prefix_length
@@ -168,7 +168,7 @@ def pop_chunk(
   if kept is None:
     y_GTM, _, kept = segment.forward(
         task.config, params["layers"],
-        segment.embed(task.model, task.outer(params), tokens), context,
+        segment.embed(task.config, params, tokens, task.layout), context,
         layout=task.layout, keep=_segment_keep(task.schedule.activations),
     )
     shape, dtype = y_GTM.shape, y_GTM.dtype
@@ -216,7 +216,7 @@ def visit_branches(
     context = context_of(rows)
     policy = task.schedule.activations
     if kept is None:
-      kept = _run(task, params, outer, rows, context, policy)
+      kept = _run(task, params, rows, context, policy)
     y_GSM, stages = kept
     outputs, pull = _read(task, outer, y_GSM, rows, window)
     d_outputs, extra = cotangent(outputs, *args)
@@ -262,7 +262,7 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
 
   def run(_, rows):
     context = context_of(rows)
-    y_GSM, stages = _run(task, params, outer, rows, context, policy)
+    y_GSM, stages = _run(task, params, rows, context, policy)
     outputs, _ = _read(task, outer, y_GSM, rows, window)
     return None, (outputs, (y_GSM, stages) if keep else None)
 
@@ -329,12 +329,12 @@ def _pad_tokens(task: Task, x_GT):
   return jnp.pad(x_GT, ((0, 0), (0, -x_GT.shape[1] % task.layout.devices)))
 
 
-def _run(task: Task, params, outer, rows: Branches, context, policy):
+def _run(task: Task, params, rows: Branches, context, policy):
   """Output of the last layer, and what was kept of the layers."""
   tokens = task.layout.mine(rows.tokens_GS, 1)
   y_GSM, _, stages = segment.forward(
       task.config, params["layers"],
-      segment.embed(task.model, outer, tokens), context,
+      segment.embed(task.config, params, tokens, task.layout), context,
       layout=task.layout, keep=_segment_keep(policy),
   )
   return y_GSM, stages
@@ -361,7 +361,7 @@ def _read(task: Task, outer, y_GSM, rows: Branches, window):
   outputs, pull = jax.vjp(
       lambda outer, y: readout_lib.chunked(
           task.readout, task.model, outer, y, layout.mine(targets_GT, 1),
-          tokens=task.schedule.readout_tokens,
+          tokens=task.schedule.readout_tokens, layout=layout,
       ),
       segment.widened(outer), y_GTM,
   )

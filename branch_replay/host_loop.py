@@ -120,7 +120,8 @@ class _Run:
     accumulator = None
     if self._exact:
       accumulator = state_lib.accumulator(
-          self._task.config, self._chunks.capacity
+          self._task.config, self._chunks.capacity,
+          self._task.schedule.accumulator_dtype,
       )
     values, outputs = [], []
     for start in range(0, self._group.tails.shape[0], self._at_once):

@@ -36,7 +36,12 @@ class Layout:
     return function
 
   def gather(self, path: str, params):
-    """This device's share of the parameters at `path` ↦ all of them."""
+    """This device's share of the parameters at `path` ↦ all of them.
+
+    Not of the vocabulary tables among all that lie outside the layers, path
+    "": each is larger than several layers. The embedding is looked up where
+    its columns are, and the head gathered chunk by chunk, path "head".
+    """
     del path
     return params
 
@@ -45,9 +50,13 @@ class Layout:
     del path
     return grads
 
-  def add_rows(self, table_VM, tokens, rows):
+  def look_up(self, table_VM, tokens_GT, dtype):
+    """Rows of the embedding for this device's tokens, [G, T, M]."""
+    return table_VM[tokens_GT].astype(dtype)
+
+  def add_rows(self, table_VM, tokens_GT, rows_GTM):
     """Adds cotangents of embedded tokens to their rows of the table."""
-    return table_VM.at[tokens].add(rows.astype(table_VM.dtype))
+    return table_VM.at[tokens_GT].add(rows_GTM.astype(table_VM.dtype))
 
   def mine(self, x, axis: int):
     """This device's tokens: every `devices`-th along an axis."""

@@ -102,7 +102,7 @@ def extend(model, params, state, tokens, length):
   context = segment.Context(state.mixer, state.length, positions[None])
   _, present, _ = segment.forward(
       model.config, params["layers"],
-      segment.embed(model, segment.outer(params), tokens[None]), context,
+      segment.embed(model.config, params, tokens[None], Layout()), context,
       layout=Layout(), keep=None, present=True,
   )
   at = jnp.where(positions < length, positions, state.capacity)
@@ -178,7 +178,9 @@ def _gradient(
       state = state_lib.resize(state, chunks.capacity)
   if task.accumulates:
     here = chunks.capacity // task.layout.devices
-    accumulator = state_lib.accumulator(task.config, here)
+    accumulator = state_lib.accumulator(
+        task.config, here, task.schedule.accumulator_dtype
+    )
   grads, accumulator, outputs, extra = engine.visit_branches(
       task, params, grads, accumulator, state, group, cotangent, args, kept
   )

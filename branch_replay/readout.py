@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readouts: what is read from the tails' hidden states, chunk by chunk.
 
-A readout is a hashable function (model, params, hidden_NM, targets_N) -> a
-pytree of arrays with leading axis N. `params` are those outside the layers, so
-a readout may own some (a value head) by a name of its own in the tree.
+A readout is a hashable function (model, params, hidden_NM, targets_N, layout)
+-> a pytree of arrays with leading axis N. `params` are those outside the
+layers, so a readout may own some (a value head) by a name of its own in the
+tree. On several devices they are whole, but for the vocabulary tables, of which
+each device has some columns: `ops.log_probs` completes them chunk by chunk.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import layout as layout_lib
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.ops import tiling
@@ -34,18 +37,23 @@ class LogProbs:
     if not self.temperature > 0:
       raise ValueError(f"temperature must be > 0, not {self.temperature}.")
 
-  def __call__(self, model: decoder.Decoder, params, hidden_NM, targets_N):
+  def __call__(
+      self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
+  ):
+    path = model.config.head_path
     return log_probs_lib.chunked(
         hidden_NM,
-        model.apply({"params": params}, method="head_table"),
+        params[path]["table"],
         targets_N,
         temperature=self.temperature,
         vocab_size=model.config.vocab_size,
+        columns=log_probs_lib.Columns(layout, path),
     )
 
 
 def chunked(
-    readout, model: decoder.Decoder, params, y_GTM, targets_GT, *, tokens: int
+    readout, model: decoder.Decoder, params, y_GTM, targets_GT, *,
+    tokens: int, layout: layout_lib.Layout = layout_lib.Layout(),
 ):
   """Final norm and readout of [G, T] positions, `tokens` at a time.
 
@@ -59,6 +67,7 @@ def chunked(
     y_GTM: output of the last layer.
     targets_GT: i32 ids.
     tokens: most positions at a time.
+    layout: where the parameters live.
 
   Returns:
     The readout's pytree, each leaf [G, T, ...].
@@ -70,7 +79,7 @@ def chunked(
   @functools.partial(jax.checkpoint, policy=policy)
   def one(params, y_NM, targets_N):
     hidden_NM = model.apply({"params": params}, y_NM, method="normalize")
-    return readout(model, params, hidden_NM, targets_N)
+    return readout(model, params, hidden_NM, targets_N, layout)
 
   y_NM = y_GTM.reshape(-1, y_GTM.shape[-1])
   targets_N = targets_GT.reshape(-1)

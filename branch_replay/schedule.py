@@ -39,6 +39,9 @@ class Schedule:
       take the first of these that fits `memory_budget`.
     memory_budget: bytes of activations a device may hold, when `activations`
       is None.
+    accumulator_dtype: of the accumulated cotangent of the prefix; None is at
+      least float32. "bfloat16" halves its memory and rounds every time a chunk
+      or a visit adds to it, so its error grows with the number of chunks.
     readout_tokens: tail tokens whose readout is computed at a time.
     layout: where tokens and parameters live.
   """
@@ -47,6 +50,7 @@ class Schedule:
   branches_at_once: int | None = None
   activations: Activations | None = None
   memory_budget: int = 4 << 30
+  accumulator_dtype: str | None = None
   readout_tokens: int = 1024
   layout: layout_lib.Layout = layout_lib.Layout()
 
@@ -55,6 +59,9 @@ class Schedule:
       value = getattr(self, field)
       if value is not None and value < 1:
         raise ValueError(f"{field} must be at least 1, not {value}.")
+    dtype = self.accumulator_dtype
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"accumulator_dtype must be a float: {dtype!r}")
     if self.activations not in (None, *get_args(Activations)):
       raise ValueError(
           f"Unknown activations {self.activations!r}: use one of "

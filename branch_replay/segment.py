@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay.layout import Layout
-from branch_replay.models import decoder
 from branch_replay.models import layers
 from branch_replay.ops import attention
 
@@ -271,10 +270,10 @@ def backward(
   return carry
 
 
-def embed(model: decoder.Decoder, outer_params, tokens_GT):
+def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
   """Embedded tokens, [G, T, M] in the compute dtype."""
-  return model.apply({"params": outer_params}, tokens_GT,
-                     method="embed_tokens")
+  table_VM = params["embed"]["table"]
+  return layout.look_up(table_VM, tokens_GT, config.compute_dtype)
 
 
 def embed_backward(grads, tokens_GT, dx_GTM, layout: Layout):

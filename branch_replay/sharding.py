@@ -28,6 +28,8 @@ from branch_replay.ops import attention
 
 _AXIS = "tokens"
 _LAYERS = "layers/"
+# By width, so that their columns are looked up and gathered.
+_TABLES = ("embed/table", "head/table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Sharded(Layout):
 
     def each(keys, leaf):
       name = "/".join(filter(None, (path, compare.path_name(keys))))
+      if not path and name in _TABLES:
+        return leaf
       return sharded(leaf, axes[name]) if name in axes else whole(leaf)
 
     return jax.tree_util.tree_map_with_path(each, tree)
@@ -121,14 +125,26 @@ class Sharded(Layout):
         lambda x: lax.psum(x, _AXIS),
     )
 
-  def add_rows(self, table_VM, tokens, rows):
-    axis = dict(self.axes).get("embed/table")
-    shape = list(table_VM.shape)
-    if axis is not None:
-      shape[axis] *= self.devices
-    table = jnp.zeros(shape, table_VM.dtype)
-    table = table.at[tokens].add(rows.astype(table.dtype))
-    return table_VM + self.reduce("embed", {"table": table})["table"]
+  def look_up(self, table_VM, tokens_GT, dtype):
+    if "embed/table" not in dict(self.axes):
+      return super().look_up(table_VM, tokens_GT, dtype)
+    # These columns of the tokens of all devices ↦ all columns of these tokens.
+    columns = table_VM[self.all(tokens_GT, 1)].astype(dtype)
+    rows = lax.all_to_all(
+        self._deal(columns, 1), _AXIS, split_axis=2, concat_axis=3, tiled=True
+    )
+    return rows[:, :, 0]
+
+  def add_rows(self, table_VM, tokens_GT, rows_GTM):
+    rows_GTM = rows_GTM.astype(table_VM.dtype)
+    if "embed/table" not in dict(self.axes):
+      added = super().add_rows(jnp.zeros_like(table_VM), tokens_GT, rows_GTM)
+      return table_VM + lax.psum(added, _AXIS)
+    columns = lax.all_to_all(
+        rows_GTM[:, :, None], _AXIS, split_axis=3, concat_axis=2, tiled=True
+    )
+    columns = columns.reshape(columns.shape[0], -1, columns.shape[-1])
+    return table_VM.at[self.all(tokens_GT, 1)].add(columns)
 
   def mine(self, x, axis: int):
     dealt = self._deal(x, axis)
@@ -172,7 +188,8 @@ def sharded(params, devices: int | None = None) -> Sharded:
   """A layout over this process's devices.
 
   Each parameter is sharded along its largest axis that the number of devices
-  divides; where there is none it is on every device.
+  divides, the vocabulary tables along their width; where there is none it is
+  on every device.
 
   Args:
     params: the tree to be trained, or its shapes.
@@ -201,6 +218,8 @@ def sharded(params, devices: int | None = None) -> Sharded:
     name = compare.path_name(path)
     shape = leaf.shape[name.startswith(_LAYERS) :]
     fitting = [axis for axis, size in enumerate(shape) if size % devices == 0]
+    if name in _TABLES:
+      fitting = [axis for axis in fitting if axis == 1]
     if fitting:
       axes.append((name, max(fitting, key=lambda axis: shape[axis])))
   return Sharded(mesh, tuple(axes))

@@ -88,10 +88,18 @@ def empty(
   )
 
 
-def accumulator(config: config_lib.ModelConfig, capacity: int):
-  """Zeros for the cotangent of a state, pair of [L, K, P, D]."""
+def accumulator(
+    config: config_lib.ModelConfig, capacity: int, dtype: str | None = None
+):
+  """Zeros for the cotangent of a state, pair of [L, K, P, D].
+
+  Args:
+    config: geometry.
+    capacity: P.
+    dtype: see `Schedule.accumulator_dtype`.
+  """
   shape = config.num_layers, config.num_kv_heads, capacity, config.head_dim
-  dtype = config_lib.at_least_float32(config.compute_dtype)
+  dtype = dtype or config_lib.at_least_float32(config.compute_dtype)
   return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 

@@ -324,7 +324,8 @@ def test_any_readout_is_differentiable(x64):
   assert tiny.worst(exact, full) <= TOLERANCE
 
 
-def value_and_entropy(model, params, hidden_NM, targets_N):
+def value_and_entropy(model, params, hidden_NM, targets_N, layout):
+  del layout
   """A readout with parameters of its own."""
   del targets_N
   table = model.apply(

@@ -22,7 +22,8 @@ SHAPE = 3, 8  # G, T: 24 positions
 class LogProbAndEntropy:
   """A pytree of two: log p(target), and −Σ p log p of the whole law."""
 
-  def __call__(self, model, params, hidden_NM, targets_N):
+  def __call__(self, model, params, hidden_NM, targets_N, layout):
+    del layout
     table_VM = model.apply({"params": params}, method="head_table")
     log_probs_NV = jax.nn.log_softmax(hidden_NM @ table_VM.T)
     return {
@@ -37,8 +38,8 @@ class LogProbAndEntropy:
 class Value:
   """A linear value head, with a parameter of its own in the tree."""
 
-  def __call__(self, model, params, hidden_NM, targets_N):
-    del model, targets_N
+  def __call__(self, model, params, hidden_NM, targets_N, layout):
+    del model, targets_N, layout
     return hidden_NM @ params["value"]["kernel"]
 
 
@@ -46,8 +47,8 @@ class Value:
 class Hidden:
   """The hidden states themselves, as a drafter would read them."""
 
-  def __call__(self, model, params, hidden_NM, targets_N):
-    del model, params, targets_N
+  def __call__(self, model, params, hidden_NM, targets_N, layout):
+    del model, params, targets_N, layout
     return hidden_NM
 
 

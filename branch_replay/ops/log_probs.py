@@ -3,6 +3,8 @@
 """Log-probs of given tokens without ever holding [tokens, vocabulary]."""
 
 import functools
+from typing import Any
+from typing import NamedTuple
 
 import chex
 import jax
@@ -18,6 +20,24 @@ LOG_SUM_EXP = "log_sum_exp"
 
 # [512 tokens, 2048 ids] of float32 logits are 4 MiB, a share of the last cache.
 _CHUNK = 2048
+
+
+class Columns(NamedTuple):
+  """Where the columns of the head are, when each device has some of them.
+
+  Attributes:
+    layout: with `gather` and `reduce`, see `branch_replay.layout`.
+    path: of the table among the parameters.
+  """
+
+  layout: Any
+  path: str
+
+  def gather(self, table_BM):
+    return self.layout.gather(self.path, {"table": table_BM})["table"]
+
+  def reduce(self, d_table_BM):
+    return self.layout.reduce(self.path, {"table": d_table_BM})["table"]
 
 
 def reference(
@@ -37,7 +57,7 @@ def reference(
 
 def chunked(
     hidden_NM, table_VM, targets_N, *, temperature=1.0, vocab_size=None,
-    chunk=_CHUNK,
+    chunk=_CHUNK, columns: Columns | None = None,
 ):
   """log p(target) = zₜ/τ − log Σᵥ exp(zᵥ/τ), z = hidden · tableᵀ.
 
@@ -47,12 +67,13 @@ def chunked(
 
   Args:
     hidden_NM: hidden states after the final norm.
-    table_VM: the head.
+    table_VM: the head, or this device's columns of it.
     targets_N: i32 ids; the result of an id outside [0, vocab_size) is NaN.
     temperature: τ > 0, the one the tokens were sampled at.
     vocab_size: rows of the table that are real tokens; the rest, padding, take
       no part. None means all.
     chunk: ids at a time; need not divide the vocabulary.
+    columns: where the table's columns are; None has all of them here.
 
   Returns:
     log_probs_N, at least float32.
@@ -64,7 +85,7 @@ def chunked(
         f"vocab_size={vocab_size} of a table of {table_VM.shape[0]} rows."
     )
   return _chunked(
-      hidden_NM, table_VM, targets_N, temperature, (vocab_size, chunk)
+      hidden_NM, table_VM, targets_N, temperature, (vocab_size, chunk, columns)
   )
 
 
@@ -77,28 +98,31 @@ def _chunk_logits(hidden_NM, table_BM, temperature):
   dtype = config_lib.at_least_float32(hidden_NM.dtype)
   logits_NB = lax.dot_general(
       hidden_NM,
-      table_BM.astype(hidden_NM.dtype),
+      table_BM,
       (((1,), (1,)), ((), ())),
       preferred_element_type=dtype,
   )
   return logits_NB / jnp.asarray(temperature, dtype)
 
 
-def _over_chunks(body, carry, table_VM, sizes):
+def _over_chunks(body, carry, table_VM, dtype, sizes):
   """Folds body(carry, start, table_BM) over the vocabulary."""
-  vocab_size, chunk = sizes
+  vocab_size, chunk, columns = sizes
   chunk = min(chunk, vocab_size)
   whole = vocab_size // chunk
 
+  def whole_BM(start, size):
+    table_BM = lax.dynamic_slice_in_dim(table_VM, start, size)
+    table_BM = table_BM.astype(dtype)
+    return columns.gather(table_BM) if columns else table_BM
+
   def visit(i, carry):
-    return body(
-        carry, i * chunk, lax.dynamic_slice_in_dim(table_VM, i * chunk, chunk)
-    )
+    return body(carry, i * chunk, whole_BM(i * chunk, chunk))
 
   carry = lax.fori_loop(0, whole, visit, carry)
   if vocab_size % chunk:
     start = whole * chunk
-    carry = body(carry, start, table_VM[start:vocab_size])
+    carry = body(carry, start, whole_BM(start, vocab_size % chunk))
   return carry
 
 
@@ -125,7 +149,9 @@ def _forward(hidden_NM, table_VM, targets_N, temperature, sizes):
       jnp.zeros(rows, dtype),
       jnp.full(rows, jnp.nan, dtype),
   )
-  top_N, total_N, chosen_N = _over_chunks(visit, start, table_VM, sizes)
+  top_N, total_N, chosen_N = _over_chunks(
+      visit, start, table_VM, hidden_NM.dtype, sizes
+  )
   lse_N = checkpoint_name(top_N + jnp.log(total_N), LOG_SUM_EXP)
   residuals = hidden_NM, table_VM, targets_N, temperature, lse_N
   return chosen_N - lse_N, residuals
@@ -133,7 +159,7 @@ def _forward(hidden_NM, table_VM, targets_N, temperature, sizes):
 
 def _backward(sizes, residuals, d_log_probs_N):
   hidden_NM, table_VM, targets_N, temperature, lse_N = residuals
-  dtype = lse_N.dtype
+  dtype, columns = lse_N.dtype, sizes[-1]
   divisor = jnp.asarray(temperature, dtype)
 
   def visit(carry, start, table_BM):
@@ -148,7 +174,7 @@ def _backward(sizes, residuals, d_log_probs_N):
     d_logits_NB = (d_logits_NB / divisor).astype(hidden_NM.dtype)
     d_hidden_NM += jnp.dot(
         d_logits_NB,
-        table_BM.astype(hidden_NM.dtype),
+        table_BM,
         preferred_element_type=dtype,
     )
     d_table_BM = lax.dot_general(
@@ -157,9 +183,10 @@ def _backward(sizes, residuals, d_log_probs_N):
         (((0,), (0,)), ((), ())),
         preferred_element_type=dtype,
     )
-    d_table_VM = lax.dynamic_update_slice(
-        d_table_VM, d_table_BM.astype(d_table_VM.dtype), (start, 0)
-    )
+    d_table_BM = d_table_BM.astype(d_table_VM.dtype)
+    if columns:
+      d_table_BM = columns.reduce(d_table_BM)
+    d_table_VM = lax.dynamic_update_slice(d_table_VM, d_table_BM, (start, 0))
     return d_hidden_NM, d_table_VM, d_temperature
 
   start = (
@@ -168,7 +195,7 @@ def _backward(sizes, residuals, d_log_probs_N):
       jnp.zeros((), dtype),
   )
   d_hidden_NM, d_table_VM, d_temperature = _over_chunks(
-      visit, start, table_VM, sizes
+      visit, start, table_VM, hidden_NM.dtype, sizes
   )
   return (
       d_hidden_NM.astype(hidden_NM.dtype),

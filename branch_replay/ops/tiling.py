@@ -71,7 +71,8 @@ def write(x, at, window):
 
 def add(x, at, window):
   """x with `window` added at the place `read` would read it from."""
-  return write(x, at, read(x, at, window.shape[0]) + window.astype(x.dtype))
+  old = read(x, at, window.shape[0]).astype(window.dtype)
+  return write(x, at, old + window)  # rounded to a narrower x once
 
 
 class Columns:
