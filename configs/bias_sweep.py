@@ -25,21 +25,20 @@ def get_config() -> ml_collections.ConfigDict:
       "shapes": (
           (128, 32, 4, "random", 5),
           (512, 32, 4, "random", 5),
-          (1024, 32, 4, "random", 5),
-          (2048, 32, 4, "random", 5),
+          (1024, 32, 4, "random", 1),
+          (2048, 32, 4, "random", 2),
           (512, 32, 4, "words", 5),
-          (512, 16, 4, "random", 2),
-          (512, 128, 4, "random", 2),
-          (512, 32, 2, "random", 2),
-          (512, 32, 16, "random", 2),
+          (512, 16, 4, "random", 1),
+          (512, 128, 4, "random", 1),
+          (512, 32, 2, "random", 1),
+          (512, 32, 16, "random", 1),
       ),
       # Shapes with the needle of a retrieval prompt at these places.
-      "retrieval": ((1024, 32, 8),),
+      "retrieval": ((1024, 32, 8, 1),),
       "depths": (0.1, 0.5, 0.9),
       "chunks": 16,
-      "budgets": (3.0, 16 / 3, 8.0),
-      # Budgets other than a third are studied on this many seeds.
-      "budget_seeds": 1,
-      "draws": 2,
-      "top": (2, 4),
+      # Every case: each law at a third of the chunks. The cases of the first
+      # seed of these prompt lengths: other budgets too.
+      "budgets": (2.0, 4.0, 8.0),
+      "budget_prompts": (512, 2048),
   })

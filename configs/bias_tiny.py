@@ -18,8 +18,6 @@ def get_config() -> ml_collections.ConfigDict:
       "documents": 1,
       "shapes": ((256, 8, 2, "random", 1),),
       "retrieval": (),
-      "budgets": (16 / 3,),
-      "draws": 1,
-      "top": (),
+      "budgets": (),
   })
   return config

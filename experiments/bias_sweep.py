@@ -74,8 +74,8 @@ def cases(config: ml_collections.ConfigDict) -> list[Case]:
       for *shape, seeds in config.shapes:
         if seed < seeds:
           found.append(Case(document, seed, *shape))
-      for prompt, tail, branches in config.retrieval:
-        if seed < config.budget_seeds:
+      for prompt, tail, branches, seeds in config.retrieval:
+        if seed < seeds:
           for depth in config.depths:
             found.append(
                 Case(document, seed, prompt, tail, branches, "fact", depth)
@@ -219,29 +219,29 @@ def profile(accumulator, length: int) -> list[float]:
   return [round(float(part.sum()) / total, 6) for part in bins]
 
 
-def _draw_key(case: Case, draw: int):
+def _draw_key(case: Case):
   """A key of its own for every case: shared draws would be shared luck."""
   key = jax.random.key(case.seed + 1)
   depth = 0 if case.depth is None else 1 + int(100 * case.depth)
   for part in (case.document, case.prompt_tokens, case.tail_tokens,
-               case.branches, len(case.advantages), depth, draw):
+               case.branches, len(case.advantages), depth):
     key = jax.random.fold_in(key, part)
   return key
 
 
 def estimators(config, case: Case):
-  """(name, sampling, draws) of the estimators studied on a case."""
+  """The estimators studied on a case."""
   if case.prompt_tokens < 16 * config.chunks:
     return
-  third = config.chunks / 3
-  for budget in config.budgets:
-    if abs(budget - third) > 1e-6 and case.seed >= config.budget_seeds:
-      continue
-    for law in ("importance", "uniform"):
-      yield law, br.Sampling(chunks=budget, law=law), config.draws
-  if case.seed < config.budget_seeds:
-    for count in config.top:
-      yield "top", br.Sampling(chunks=float(count), law="top"), 1
+  budgets = [config.chunks / 3]
+  if case.seed == 0 and case.prompt_tokens in config.budget_prompts:
+    if case.advantages == "random":
+      budgets += config.budgets
+  for budget in budgets:
+    for law in ("importance", "uniform", "top"):
+      if law == "top":
+        budget = float(int(budget))
+      yield br.Sampling(chunks=budget, law=law)
 
 
 def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
@@ -273,20 +273,18 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   result["stop"] = distance(parts.moments(stop, exact))
   update = parts.moments(_adam_update(stop), _adam_update(exact))
   result["stop_adam_cosine"] = distance(update)["cosine"]
-  for law, sampling, draws in estimators(config, case):
+  uniform_N = chunk_sampling.uniforms(_draw_key(case), config.chunks)
+  for sampling in estimators(config, case):
     task = parts.task(group, "sampled", sampling)
-    for draw in range(draws):
-      key = _draw_key(case, draw)
-      uniform_N = chunk_sampling.uniforms(key, config.chunks)
-      gradient, _, report = finish(task, uniform_N=uniform_N)
-      far = distance(parts.moments(gradient, exact))
-      result["estimators"].append({
-          "law": law, "budget": sampling.chunks, "draw": draw,
-          "chunks_run": int(report.drawn.sum()),
-          **{name: far[name] for name in (
-              "cosine", "relative_error", "norm_ratio")},
-      })
-      del gradient
+    gradient, _, report = finish(task, uniform_N=uniform_N)
+    far = distance(parts.moments(gradient, exact))
+    result["estimators"].append({
+        "law": sampling.law, "budget": sampling.chunks,
+        "chunks_run": int(report.drawn.sum()),
+        **{name: far[name] for name in (
+            "cosine", "relative_error", "norm_ratio")},
+    })
+    del gradient
   return result
 
 
