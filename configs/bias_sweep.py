@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
       "depths": (0.1, 0.5, 0.9),
       "chunks": 16,
       # Every case: each law at a third of the chunks. The cases of the first
-      # seed of these prompt lengths: other budgets too.
+      # seed of these shapes: other budgets too.
       "budgets": (2.0, 4.0, 8.0),
-      "budget_prompts": (512, 2048),
+      "budget_shapes": ((512, 32, 4, "random"), (2048, 32, 4, "random")),
   })

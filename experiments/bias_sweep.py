@@ -234,9 +234,9 @@ def estimators(config, case: Case):
   if case.prompt_tokens < 16 * config.chunks:
     return
   budgets = [config.chunks / 3]
-  if case.seed == 0 and case.prompt_tokens in config.budget_prompts:
-    if case.advantages == "random":
-      budgets += config.budgets
+  shape = dataclasses.astuple(case)[2:6]
+  if case.seed == 0 and shape in map(tuple, config.budget_shapes):
+    budgets += config.budgets
   for budget in budgets:
     for law in ("importance", "uniform", "top"):
       if law == "top":
