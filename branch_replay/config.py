@@ -54,6 +54,36 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+  """Low-rank updates of some matrices: x ↦ xW + (α/r)(xA)B.
+
+  Attributes:
+    rank: r.
+    alpha: α.
+    matrices: which matrices of every layer, among `MATRICES`.
+
+  Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+  """
+
+  rank: int
+  alpha: float
+  matrices: tuple[str, ...] = MATRICES
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f"Adapter.rank must be at least 1, not {self.rank}.")
+    unknown = set(self.matrices) - set(MATRICES)
+    if unknown or not self.matrices:
+      raise ValueError(
+          f"Adapter.matrices={self.matrices}: name some of "
+          f"{', '.join(MATRICES)}."
+      )
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Geometry and dtypes of a Llama-like decoder.
@@ -73,6 +103,7 @@ class ModelConfig:
     qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
     qkv_bias: bias on the query, key and value projections (Qwen2).
     tied_embeddings: the head is the embedding table.
+    adapter: low-rank updates on the matrices of the layers, see `adapters`.
     param_dtype: dtype parameters are stored in.
     compute_dtype: dtype of activations and matrix products. Softmax,
       log-sum-exp, norms and log-probs are at least float32 whatever it is.
@@ -92,6 +123,7 @@ class ModelConfig:
   qk_norm: bool = False
   qkv_bias: bool = False
   tied_embeddings: bool = False
+  adapter: Adapter | None = None
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
 

@@ -25,6 +25,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import adapters
 from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
@@ -46,9 +47,11 @@ class Task:
   prefix_gradient: str = "exact"
   schedule: Schedule = Schedule()
   sampling: chunk_sampling.Sampling = chunk_sampling.Sampling()
+  trainable: str = "all"
 
   def __post_init__(self):
     check_mode(self.prefix_gradient)
+    adapters.check_trainable(self.trainable, self.config)
 
   @property
   def config(self) -> config_lib.ModelConfig:
@@ -62,6 +65,10 @@ class Task:
   @property
   def layout(self) -> layout_lib.Layout:
     return self.schedule.layout
+
+  def trained(self, params):
+    """The part of the parameters whose gradient is wanted."""
+    return adapters.select(params, self.trainable)
 
   def chunks(self, positions: int) -> state_lib.Chunks:
     return state_lib.chunks(
@@ -150,7 +157,7 @@ def pop_chunk(
   Args:
     task: model and schedule.
     params: parameters.
-    grads: like params, at least float32; added to.
+    grads: like `task.trained(params)`, at least float32; added to.
     accumulator: cotangent of the state; added to.
     state: the state the cotangent belongs to.
     index: i32 scalar.
@@ -194,7 +201,7 @@ def visit_branches(
   Args:
     task: model, readout, mode and schedule.
     params: parameters.
-    grads: like params, at least float32; added to.
+    grads: like `task.trained(params)`, at least float32; added to.
     accumulator: cotangent of the state, added to; None in stop and full.
     state: the captured prefix; None in full.
     group: prompt and tails.
@@ -218,16 +225,21 @@ def visit_branches(
     if kept is None:
       kept = _run(task, params, rows, context, policy)
     y_GSM, stages = kept
-    outputs, pull = _read(task, outer, y_GSM, rows, window)
+    outputs, pull = _read(
+        task, outer, y_GSM, rows, window, segment.outer(grads)
+    )
     d_outputs, extra = cotangent(outputs, *args)
     d_outer, dy_GSM = pull(d_outputs)
+    d_outer = adapters.pick(
+        task.layout.reduce("", d_outer), segment.outer(grads)
+    )
     dx_GSM, layer_grads, accumulator = segment.backward(
         task.config, params["layers"], grads["layers"], stages, dy_GSM,
         context, layout=task.layout, accumulator=accumulator,
     )
     grads = {"layers": layer_grads} | jax.tree.map(
         lambda total, new: total + new.astype(total.dtype),
-        segment.outer(grads), task.layout.reduce("", d_outer),
+        segment.outer(grads), d_outer,
     )
     tokens = task.layout.mine(rows.tokens_GS, 1)
     grads = segment.embed_backward(grads, tokens, dx_GSM, task.layout)
@@ -263,7 +275,7 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
   def run(_, rows):
     context = context_of(rows)
     y_GSM, stages = _run(task, params, rows, context, policy)
-    outputs, _ = _read(task, outer, y_GSM, rows, window)
+    outputs, _ = _read(task, outer, y_GSM, rows, window, outer)
     return None, (outputs, (y_GSM, stages) if keep else None)
 
   parts = _split(branches, task.at_once(group.tails.shape[0]))
@@ -340,7 +352,7 @@ def _run(task: Task, params, rows: Branches, context, policy):
   return y_GSM, stages
 
 
-def _read(task: Task, outer, y_GSM, rows: Branches, window):
+def _read(task: Task, outer, y_GSM, rows: Branches, window, trained):
   """The readout of the rows' windows, 0 where a tail is padding.
 
   Returns:
@@ -363,7 +375,7 @@ def _read(task: Task, outer, y_GSM, rows: Branches, window):
           task.readout, task.model, outer, y, layout.mine(targets_GT, 1),
           tokens=task.schedule.readout_tokens, layout=layout,
       ),
-      segment.widened(outer), y_GTM,
+      segment.widened(outer, trained), y_GTM,
   )
   real_GT = jnp.arange(tokens)[None] < rows.lengths_G[:, None]
 

@@ -23,17 +23,23 @@ class Layout:
     """How many devices the tokens of a segment are dealt to."""
     return 1
 
-  def over(self, function, ins, outs):
+  def over(self, function, ins, outs, grads_like=None):
     """`function`, run on every device's share of its arguments.
 
     Args:
       function: of shares, to shares.
-      ins: kinds of its arguments: "params", "state" or "all", which every
-        device has whole.
+      ins: kinds of its arguments: "params", "grads", "state", "mixer" (the
+        arrays of a state) or "all", which every device has whole.
       outs: kinds of its results.
+      grads_like: the parameters that "grads" are like.
     """
-    del ins, outs
+    del ins, outs, grads_like
     return function
+
+  def shardings(self, params):
+    """Where each leaf of a tree of parameters is; None where jax decides."""
+    del params
+    return None
 
   def gather(self, path: str, params):
     """This device's share of the parameters at `path` ↦ all of them.

@@ -129,7 +129,7 @@ def prefix_pass(
   Args:
     task: model and schedule.
     params: parameters.
-    grads: like params; added to.
+    grads: like `task.trained(params)`; added to.
     accumulator: cotangent of the state.
     state: the captured prefix.
     uniform_N: for `sampled`, the numbers that chunks are drawn by.
@@ -217,7 +217,8 @@ def _forward(task, keep, params, group, state):
 def backward(task, params, group, state, key, kept, d_outputs):
   """The gradient, in the dtypes of the parameters."""
   ins = "params", "all", "state", "all", "all", "all"
-  return task.layout.over(functools.partial(_backward, task), ins, "params")(
+  here = functools.partial(_backward, task)
+  return task.layout.over(here, ins, "grads", params)(
       params, group, state, key, kept, d_outputs
   )
 
@@ -235,7 +236,8 @@ def value_and_grad(task, loss, params, group, args, state, key):
   """`Evaluation` and gradient, of one group or of stacked ones."""
   here = functools.partial(_value_and_grad, task, loss)
   ins = "params", "all", "all", "state", "all"
-  return task.layout.over(here, ins, ("all", "params"))(
+  outs = "all", "grads"
+  return task.layout.over(here, ins, outs, task.trained(params))(
       params, group, args, state, key
   )
 
@@ -254,7 +256,7 @@ def _value_and_grad(task, loss, params, group, args, state, key):
     value = jnp.sum(whole) + (0 if rest is None else rest)
     return grads, Evaluation(value, outputs, report)
 
-  grads = engine.zero_grads(params)
+  grads = engine.zero_grads(task.trained(params))
   if group.prompt.ndim == 1:
     grads, evaluation = one(grads, (group, args, key), state)
   else:

@@ -150,6 +150,7 @@ def value_and_grad(
     prefix_gradient: str = "exact",
     sampling: Sampling = Sampling(),
     schedule: Schedule = Schedule(),
+    trainable: str = "all",
 ):
   """One-pass gradient of a loss that is a sum over branches.
 
@@ -166,19 +167,23 @@ def value_and_grad(
     prefix_gradient: as in `replay`.
     sampling: as in `replay`.
     schedule: as in `replay`.
+    trainable: "all", or "adapters" for the gradient of low-rank adapters
+      alone, see `adapters.add`; the base then costs no weight gradients.
 
   Returns:
     A function (params, group, *args, state=None, key=None, allow_stale=False,
     version=None) -> (`Evaluation`, grads): loss, outputs, and in "sampled"
     which chunks ran. Each of `args` has the leading axes of the tails,
-    [G, ...] or [groups, G, ...]. Gradients are at least float32.
+    [G, ...] or [groups, G, ...]. Gradients are at least float32 and have the
+    structure of what is trained, `adapters.select(params, trainable)`.
   """
   def run(
       params, group, *args, state=None, key=None, allow_stale=False,
       version=None,
   ):
     task = make_task(
-        model, group, readout, prefix_gradient, schedule, sampling
+        model, group, readout, prefix_gradient, schedule, sampling,
+        trainable=trainable,
     )
     _check_key(task, key)
     if state is not None:
@@ -256,11 +261,13 @@ def _check_key(task: engine.Task, key):
 
 def make_task(
     model, group, readout, prefix_gradient, schedule, sampling=Sampling(),
-    one_pass=True,
+    one_pass=True, trainable="all",
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
   group_lib.check(group, model.config)
-  task = engine.Task(model, readout, prefix_gradient, schedule, sampling)
+  task = engine.Task(
+      model, readout, prefix_gradient, schedule, sampling, trainable
+  )
   policy = task.policy(group, one_pass=one_pass)
   settled = dataclasses.replace(schedule, activations=policy)
   return dataclasses.replace(task, schedule=settled)

@@ -14,8 +14,11 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jax.experimental import layout as layout_lib
+from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
 
+from branch_replay import adapters
 from branch_replay import config as config_lib
 from branch_replay.layout import Layout
 from branch_replay.models import layers
@@ -172,7 +175,11 @@ def _layer_backward(
 def _present(x_LKPD, layer, start, tokens):
   """What stands at a segment of one row: [K, G=1, C, D]."""
   x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
-  return lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)[:, None]
+  x_KCD = lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)
+  # What follows would rather have positions innermost; unpinned, XLA for TPU
+  # keeps a transposed copy of the whole accumulator to read this from.
+  x_KCD = with_layout_constraint(x_KCD, layout_lib.Layout((0, 1, 2)))
+  return lax.optimization_barrier(x_KCD)[:, None]
 
 
 def forward(
@@ -235,7 +242,8 @@ def backward(
   Args:
     config: geometry.
     layer_params: as in `forward`.
-    layer_grads: like `layer_params`, at least float32; added to in place.
+    layer_grads: like `layer_params`, or the part of them that is trained, at
+      least float32; added to in place.
     kept: what `forward` kept.
     dy_GTM: cotangent of its result.
     context: as in `forward`.
@@ -253,9 +261,10 @@ def backward(
     dy_GTM, layer_grads, accumulator = carry
     layer, params, kept = inputs
     dx_GTM, grads, accumulator = _layer_backward(
-        config, layout, widened(layout.gather("layers", params)), kept, dy_GTM,
-        layer, context, accumulator, present_at, present_scale,
+        config, layout, widened(layout.gather("layers", params), layer_grads),
+        kept, dy_GTM, layer, context, accumulator, present_at, present_scale,
     )
+    grads = adapters.pick(grads, layer_grads)
     layer_grads = jax.tree.map(
         lambda total, new: total.at[layer].add(new.astype(total.dtype)),
         layer_grads,
@@ -277,16 +286,20 @@ def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
 
 
 def embed_backward(grads, tokens_GT, dx_GTM, layout: Layout):
-  """Adds the cotangent of embedded tokens to their rows, in place."""
+  """Adds the cotangent of embedded tokens to their rows, if it is wanted."""
+  if "embed" not in grads:
+    return grads
   table = layout.add_rows(grads["embed"]["table"], tokens_GT, dx_GTM)
   return grads | {"embed": grads["embed"] | {"table": table}}
 
 
-def widened(params):
-  """Parameters in at least float32, so that their cotangents are too."""
-  return jax.tree.map(
-      lambda x: x.astype(config_lib.at_least_float32(x.dtype)), params
-  )
+def widened(params, trained):
+  """Trained parameters in at least float32, so that their cotangents are."""
+  if not isinstance(params, dict):
+    return params.astype(config_lib.at_least_float32(params.dtype))
+  return params | {
+      name: widened(params[name], child) for name, child in trained.items()
+  }
 
 
 def outer(params):

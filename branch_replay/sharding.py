@@ -49,31 +49,28 @@ class Sharded(Layout):
   def devices(self) -> int:
     return self.mesh.size
 
-  def over(self, function, ins, outs):
+  def over(self, function, ins, outs, grads_like=None):
     def run(*args):
-      in_specs = tuple(map(self._specs, ins, args))
-      params = next(x for kind, x in zip(ins, args, strict=True)
-                    if kind == "params")
-
       def out_specs(kind):
         if isinstance(kind, tuple):
           return tuple(map(out_specs, kind))
-        return self._specs(kind, params)
+        return self._specs(kind, grads_like)
 
       return jax.shard_map(
-          function, mesh=self.mesh, in_specs=in_specs,
+          function, mesh=self.mesh, in_specs=tuple(map(self._specs, ins, args)),
           out_specs=out_specs(outs), check_vma=False,
       )(*args)
 
     return run
 
   def _specs(self, kind: str, value):
-    if kind == "params":
+    whole, stripes = PartitionSpec(), PartitionSpec(None, None, _AXIS)
+    if kind in ("params", "grads"):
       return self.param_specs(value)
-    if kind == "all" or value is None:
-      return PartitionSpec()
-    stripes = PartitionSpec(None, None, _AXIS)
-    whole = PartitionSpec()
+    if kind == "mixer":
+      return None if value is None else (stripes, stripes)
+    if kind == "all" or (kind == "state" and value is None):
+      return whole
     return state_lib.PrefixState(
         (stripes, stripes), whole, whole, whole, None, self.devices
     )
@@ -93,10 +90,12 @@ class Sharded(Layout):
 
   def place(self, params):
     """The parameters, each device holding its share."""
-    shardings = jax.tree.map(
+    return jax.device_put(params, self.shardings(params))
+
+  def shardings(self, params):
+    return jax.tree.map(
         lambda spec: NamedSharding(self.mesh, spec), self.param_specs(params)
     )
-    return jax.device_put(params, shardings)
 
   def _by_name(self, path, tree, sharded, whole):
     axes = dict(self.axes)

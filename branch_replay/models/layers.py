@@ -61,16 +61,46 @@ def _norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
   return RMSNorm(config.norm_eps, config.param_dtype, name=name)
 
 
+class Linear(nn.Module):
+  """x_NA ↦ xW + b, plus (α/r)(xA)B where the config puts an adapter.
+
+  The adapter starts at zero: B does, and A at random.
+  """
+
+  config: config_lib.ModelConfig
+  features: int
+  bias: bool = False
+
+  @nn.compact
+  def __call__(self, x_NA):
+    config, zeros = self.config, nn.initializers.zeros
+    random = nn.initializers.lecun_normal()
+    x_NA = x_NA.astype(config.compute_dtype)
+
+    def product(x, name, init, features, dtype):
+      kernel = self.param(name, init, (x.shape[-1], features), dtype)
+      return x @ kernel.astype(x.dtype)
+
+    y_NB = product(
+        x_NA, "kernel", random, self.features, config.param_dtype
+    )
+    if self.bias:
+      b_B = self.param("bias", zeros, (self.features,), config.param_dtype)
+      y_NB += b_B.astype(y_NB.dtype)[None]
+    adapter = config.adapter
+    if adapter is not None and self.name in adapter.matrices:
+      wide = config_lib.at_least_float32(config.param_dtype)
+      low_NR = product(x_NA, "adapter_in", random, adapter.rank, wide)
+      y_NB += adapter.alpha / adapter.rank * product(
+          low_NR, "adapter_out", zeros, self.features, wide
+      )
+    return y_NB
+
+
 def _linear(
     config: config_lib.ModelConfig, features: int, name: str, bias=False
-) -> nn.Dense:
-  return nn.Dense(
-      features,
-      use_bias=bias,
-      dtype=config.compute_dtype,
-      param_dtype=config.param_dtype,
-      name=name,
-  )
+) -> Linear:
+  return Linear(config, features, bias, name=name)
 
 
 def _rows(x_GTM):

@@ -103,6 +103,10 @@ def slots(
   Returns:
     Slots by name of tensor, layers of a parameter next to each other.
   """
+  if config.adapter is not None:
+    raise ValueError(
+        "The model has low-rank adapters: merge them first, adapters.merge."
+    )
   wanted = {}
   for path, leaf in _abstract(config).items():
     stacked = path.startswith("layers/")

@@ -1,0 +1,124 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: every parameter, or low-rank adapters on a frozen base."""
+
+import dataclasses
+from typing import Literal
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.models import decoder
+
+Trainable = Literal["all", "adapters"]
+_NAMES = ("adapter_in", "adapter_out")
+
+
+def check_trainable(trainable: str, config: config_lib.ModelConfig):
+  """Raises ValueError for a subset that does not exist."""
+  if trainable not in get_args(Trainable):
+    raise ValueError(
+        f"Unknown trainable={trainable!r}: use one of "
+        f"{', '.join(get_args(Trainable))}."
+    )
+  if trainable == "adapters" and config.adapter is None:
+    raise ValueError(
+        "trainable='adapters', but the model has none: use adapters.add."
+    )
+
+
+def select(params, trainable: str):
+  """The subtree that is trained; the same leaves, others left out."""
+  if trainable == "all":
+    return params
+  found = {}
+  for name, child in params.items():
+    if isinstance(child, dict):
+      child = select(child, trainable)
+      if child:
+        found[name] = child
+    elif name in _NAMES:
+      found[name] = child
+  return found
+
+
+def pick(tree, like):
+  """The part of a nested dict that `like` has."""
+  if not isinstance(like, dict):
+    return tree
+  return {name: pick(tree[name], child) for name, child in like.items()}
+
+
+def replace(params, part):
+  """The parameters with the leaves of a subtree put in."""
+  if not isinstance(part, dict):
+    return part
+  return params | {
+      name: replace(params[name], child) for name, child in part.items()
+  }
+
+
+def add(model: decoder.Decoder, params, adapter: config_lib.Adapter, key):
+  """A model with adapters that do not change it yet.
+
+  Args:
+    model: without adapters.
+    params: its parameters; shared with the result.
+    adapter: rank, scale and matrices.
+    key: PRNG key of A; B is zero.
+
+  Returns:
+    The model and its parameters.
+
+  Raises:
+    ValueError: the model has adapters already.
+  """
+  if model.config.adapter is not None:
+    raise ValueError("The model has adapters: merge them first.")
+  model = decoder.Decoder(dataclasses.replace(model.config, adapter=adapter))
+
+  def fresh(key):
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return select(model.init(key, tokens)["params"], "adapters")
+
+  def put(params, part):
+    return params | {
+        name: put(params[name], child) if name in params else child
+        for name, child in part.items()
+    }
+
+  return model, put(params, jax.jit(fresh)(key))
+
+
+def merge(model: decoder.Decoder, params):
+  """The model without adapters that computes the same: W + (α/r)AB.
+
+  Args:
+    model: with adapters.
+    params: its parameters.
+
+  Returns:
+    The model and its parameters, ready to be exported.
+
+  Raises:
+    ValueError: the model has none.
+  """
+  adapter = model.config.adapter
+  if adapter is None:
+    raise ValueError("The model has no adapters.")
+
+  def merged(tree):
+    if not isinstance(tree, dict):
+      return tree
+    if "adapter_in" not in tree:
+      return {name: merged(child) for name, child in tree.items()}
+    a, b = tree["adapter_in"], tree["adapter_out"]
+    kernel = tree["kernel"]
+    wide = kernel.astype(a.dtype) + adapter.alpha / adapter.rank * (a @ b)
+    rest = {name: x for name, x in tree.items() if name not in _NAMES}
+    return rest | {"kernel": wide.astype(kernel.dtype)}
+
+  config = dataclasses.replace(model.config, adapter=None)
+  return decoder.Decoder(config), merged(params)

@@ -1,0 +1,114 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters: their gradient, their size, and their merge."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import branch_replay as br
+from branch_replay import adapters
+from branch_replay import sharding
+from branch_replay.config import Adapter
+from branch_replay.weights import hf
+from tests import tiny
+
+ADAPTER = Adapter(rank=2, alpha=4.0, matrices=("query", "value", "down"))
+SCHEDULE = br.Schedule(chunk_size=8)
+
+
+def adapted():
+  """A model whose adapters are not zero."""
+  model, params = tiny.model(tiny.in_float64(tiny.BASE))
+  model, params = adapters.add(model, params, ADAPTER, jax.random.key(1))
+  key = jax.random.key(2)
+  part = jax.tree.map(
+      lambda x: x + 0.3 * jax.random.normal(key, x.shape, x.dtype),
+      adapters.select(params, "adapters"),
+  )
+  return model, adapters.replace(params, part)
+
+
+def gradient(model, params, group, **options):
+  return br.value_and_grad(model, tiny.loss, **options)(
+      params, group, tiny.weights(group)
+  )[1]
+
+
+def test_the_gradient_is_the_adapters_part_of_the_whole_one(x64):
+  model, params = adapted()
+  group = tiny.group(prompt=22, tails=(5, 1, 7))
+  dense = tiny.dense_gradient(model, params, group, tiny.weights(group))
+  whole = gradient(model, params, group, schedule=SCHEDULE)
+  assert tiny.worst(whole, dense) <= 1e-11
+  part = gradient(
+      model, params, group, schedule=SCHEDULE, trainable="adapters"
+  )
+  chex.assert_trees_all_equal_structs(
+      part, adapters.select(params, "adapters")
+  )
+  assert tiny.worst(part, adapters.select(dense, "adapters")) <= 1e-11
+  names = {
+      name for stage in part["layers"].values() for name in stage
+  }
+  assert names == set(ADAPTER.matrices)
+  layout = sharding.sharded(params, 8)
+  eight = gradient(
+      model, params, group, trainable="adapters",
+      schedule=br.Schedule(chunk_size=8, layout=layout),
+  )
+  assert tiny.worst(eight, part) <= 1e-11
+
+
+def test_adapters_start_as_nothing_and_merge_into_the_base(x64):
+  base, base_params = tiny.model(tiny.in_float64(tiny.BASE))
+  group = tiny.group(prompt=9, tails=(4, 2))
+  model, params = adapters.add(
+      base, base_params, ADAPTER, jax.random.key(1)
+  )
+  before = br.log_probs(base, base_params, group)
+  chex.assert_trees_all_close(
+      br.log_probs(model, params, group), before, rtol=0, atol=1e-12
+  )
+  model, params = adapted()
+  after = br.log_probs(model, params, group)
+  assert jnp.max(jnp.abs(after - before)) > 1e-3
+  merged, merged_params = adapters.merge(model, params)
+  chex.assert_trees_all_equal_structs(merged_params, base_params)
+  chex.assert_trees_all_close(
+      br.log_probs(merged, merged_params, group), after, rtol=0, atol=1e-12
+  )
+
+
+def test_frozen_matrices_cost_no_gradient():
+  model, params = tiny.model(tiny.BASE)
+  model, params = adapters.add(model, params, ADAPTER, jax.random.key(1))
+  group = tiny.group(prompt=22, tails=(5, 1, 7))
+
+  def flops(trainable):
+    function = br.value_and_grad(
+        model, tiny.loss, schedule=SCHEDULE, trainable=trainable
+    )
+    lowered = jax.jit(function).lower(params, group, tiny.weights(group))
+    return lowered.compile().cost_analysis()["flops"]
+
+  assert flops("adapters") < 0.95 * flops("all")
+
+
+def test_what_does_not_exist_is_an_error(tmp_path):
+  base, params = tiny.model(tiny.BASE)
+  group = tiny.group(prompt=9, tails=(4, 2))
+  with pytest.raises(ValueError, match="use adapters.add"):
+    gradient(base, params, group, trainable="adapters")
+  with pytest.raises(ValueError, match="Unknown trainable='some'"):
+    gradient(base, params, group, trainable="some")
+  with pytest.raises(ValueError, match="name some of query"):
+    Adapter(2, 4.0, ("queries",))
+  with pytest.raises(ValueError, match="no adapters"):
+    adapters.merge(base, params)
+  model, params = adapters.add(base, params, ADAPTER, jax.random.key(1))
+  with pytest.raises(ValueError, match="merge them first"):
+    adapters.add(model, params, ADAPTER, jax.random.key(1))
+  with pytest.raises(ValueError, match="adapters.merge"):
+    hf.save_hf(tmp_path / "model", model.config, params)
