@@ -1,0 +1,239 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses as `branch_replay.value_and_grad` takes them: sums.
+
+    objective = objectives.grpo()
+    answers = objective.answers(
+        group.mask(), advantages.group_relative(rewards_G),
+        old_log_probs=rollout.log_probs, reference_log_probs=reference_GT,
+    )
+    evaluation, grads = br.value_and_grad(model, objective)(
+        params, group, answers
+    )
+
+`answers` settles the weight of every token for all branches at once, so the
+loss of any part is Σ w · loss and no split changes the gradient. Objectives
+with the same constants are equal, and compile once. A loss with more to it, a
+value loss or an entropy bonus, is a function of the readout's whole output that
+calls the objective and adds sums of its own.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay.rl import checks
+from branch_replay.rl import divergences
+from branch_replay.rl import reductions
+from branch_replay.rl import surrogates
+
+Ratio = Literal["none", "token", "sequence"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Answers:
+  """What is known of each answer; constants, all with the leading axis G.
+
+  Attributes:
+    advantages: [..., G], or [..., G, T] for tokens of their own.
+    mask: bool[..., G, T], the tokens that are trained.
+    weights: [..., G, T], of `reductions.token_weights` for the whole batch.
+    old_log_probs: [..., G, T], of the policy that sampled, at its temperature.
+    reference_log_probs: [..., G, T], of the policy to stay close to.
+  """
+
+  advantages: jax.Array
+  mask: jax.Array
+  weights: jax.Array
+  old_log_probs: jax.Array | None = None
+  reference_log_probs: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+  """Σ w (surrogate + β KL): a sum over branches, of log-probs and `Answers`.
+
+  Attributes:
+    ratio: "none" for −A log π, "token" for the clipped surrogate of each
+      token's ratio, "sequence" for that of the answer's.
+    reduction: see `reductions.shares`.
+    max_tokens: L_max of the reduction "constant".
+    clip_low: ε_low.
+    clip_high: ε_high.
+    dual_clip: c, bounds the loss of tokens with A < 0; None for no bound.
+    kl_coefficient: β.
+    kl_estimator: see `divergences`; its gradient differs with its name.
+  """
+
+  ratio: Ratio
+  reduction: reductions.Reduction
+  max_tokens: int | None = None
+  clip_low: float = 0.2
+  clip_high: float = 0.2
+  dual_clip: float | None = None
+  kl_coefficient: float = 0.0
+  kl_estimator: divergences.Estimator = "k3"
+
+  def __post_init__(self):
+    checks.check_choice("ratio", self.ratio, Ratio)
+    checks.check_choice(
+        "kl_estimator", self.kl_estimator, divergences.Estimator
+    )
+    reductions.check_reduction(self.reduction, self.max_tokens)
+    surrogates.check_clip(self.clip_low, self.clip_high, self.dual_clip)
+    if not self.kl_coefficient >= 0:
+      raise ValueError(
+          f"kl_coefficient must be ≥ 0, not {self.kl_coefficient}."
+      )
+
+  def answers(
+      self, mask_GT, advantages, *, old_log_probs=None,
+      reference_log_probs=None,
+  ) -> Answers:
+    """The second argument of the loss, for all branches at once.
+
+    Args:
+      mask_GT: bool[..., G, T], the tokens that are trained: `group.mask()`, or
+        less of it.
+      advantages: [..., G], or [..., G, T].
+      old_log_probs: where there is a ratio; `rollout.log_probs`.
+      reference_log_probs: where there is a KL penalty.
+
+    Returns:
+      The answers, with the reduction settled.
+
+    Raises:
+      ValueError: log-probs missing or without use, or shapes that do not fit.
+    """
+    for name, value, wanted in (
+        ("old_log_probs", old_log_probs, self.ratio != "none"),
+        ("reference_log_probs", reference_log_probs, self.kl_coefficient > 0),
+    ):
+      if wanted != (value is not None):
+        need = "needs" if wanted else "has no use for"
+        raise ValueError(
+            f"A loss of ratio={self.ratio!r} and kl_coefficient="
+            f"{self.kl_coefficient} {need} {name}."
+        )
+      if wanted:
+        checks.check_mask(mask_GT, **{name: value})
+    weights_GT = reductions.token_weights(
+        mask_GT, self.reduction, max_tokens=self.max_tokens
+    )
+    checks.by_token(advantages, mask_GT)
+    if self.ratio == "sequence" and jnp.ndim(advantages) == jnp.ndim(mask_GT):
+      raise ValueError(
+          "ratio='sequence' takes one advantage an answer, [..., G], not "
+          f"{jnp.shape(advantages)}: its tokens have no ratios of their own."
+      )
+    return Answers(
+        jnp.asarray(advantages), jnp.asarray(mask_GT), weights_GT,
+        old_log_probs, reference_log_probs,
+    )
+
+  def log_ratio(self, log_probs_GT, answers: Answers) -> jax.Array:
+    """log r of tokens, or log s of their answers; 0 outside the mask."""
+    of = log_probs_GT, answers.old_log_probs, answers.mask
+    if self.ratio == "sequence":
+      return surrogates.sequence_log_ratio(*of)
+    return divergences.log_ratio(*of)
+
+  def per_token(self, log_probs_GT, answers: Answers) -> jax.Array:
+    """The loss of every token, [..., G, T], 0 outside the mask."""
+    if self.ratio == "none":
+      loss_GT = surrogates.reinforce(
+          log_probs_GT, answers.advantages, answers.mask
+      )
+    else:
+      loss_GT = surrogates.ppo_clip(
+          self.log_ratio(log_probs_GT, answers), answers.advantages,
+          answers.mask, clip_low=self.clip_low, clip_high=self.clip_high,
+          dual_clip=self.dual_clip,
+      )
+    if not self.kl_coefficient:
+      return loss_GT
+    return loss_GT + self.kl_coefficient * divergences.penalty(
+        log_probs_GT, answers.reference_log_probs, answers.mask,
+        estimator=self.kl_estimator,
+    )
+
+  def __call__(self, log_probs_GT, answers: Answers) -> jax.Array:
+    """The sum over the branches it is given, a scalar."""
+    return jnp.sum(answers.weights * self.per_token(log_probs_GT, answers))
+
+
+def linear(log_probs_GT, coefficients_GT) -> jax.Array:
+  """Σ c · log π with constant c: any loss, one pass later.
+
+  With c = jax.grad(loss)(log_probs_GT, ...) of a first pass over all branches,
+  its gradient is that of `loss`, and a sum over branches whatever that is. Its
+  value means nothing.
+  """
+  return jnp.sum(lax.stop_gradient(coefficients_GT) * log_probs_GT)
+
+
+def reinforce() -> PolicyLoss:
+  """Sums over tokens, mean over answers.
+
+  With `advantages.leave_one_out` it is RLOO, arXiv 2402.14740.
+  """
+  return PolicyLoss("none", "sequence_sum")
+
+
+def ppo(
+    *, clip: float = 0.2, dual_clip: float | None = None,
+    kl_coefficient: float = 0.0,
+) -> PolicyLoss:
+  """arXiv 1707.06347, mean over tokens; with `advantages.gae`.
+
+  `surrogates.value_loss` is added by the caller. The KL penalty of RLHF is
+  part of the reward; the one here is a loss.
+  """
+  return PolicyLoss(
+      "token", "token_mean", clip_low=clip, clip_high=clip,
+      dual_clip=dual_clip, kl_coefficient=kl_coefficient,
+  )
+
+
+def grpo(*, clip: float = 0.2, kl_coefficient: float = 0.04) -> PolicyLoss:
+  """arXiv 2402.03300, equation 3; with `advantages.group_relative`."""
+  return PolicyLoss(
+      "token", "sequence_mean", clip_low=clip, clip_high=clip,
+      kl_coefficient=kl_coefficient,
+  )
+
+
+def dr_grpo(*, max_tokens: int, clip: float = 0.2) -> PolicyLoss:
+  """arXiv 2503.20783: no bias by length; `group_relative(normalize=False)`.
+
+  Args:
+    max_tokens: L_max, a constant of the run and not of the batch.
+    clip: ε on both sides.
+
+  Returns:
+    The loss.
+  """
+  return PolicyLoss(
+      "token", "constant", max_tokens, clip_low=clip, clip_high=clip
+  )
+
+
+def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLoss:
+  """arXiv 2503.14476: a mean over tokens, clipped higher above than below.
+
+  Sampling until no group is dead is up to the loop (`advantages.is_dead`).
+  """
+  return PolicyLoss(
+      "token", "token_mean", clip_low=clip_low, clip_high=clip_high
+  )
+
+
+def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
+  """arXiv 2507.18071, equation 5: ratio and clipping of whole answers."""
+  return PolicyLoss(
+      "sequence", "sequence_mean", clip_low=clip_low, clip_high=clip_high
+  )
