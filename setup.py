@@ -16,9 +16,11 @@ setuptools.setup(
     python_requires=">=3.11",
     install_requires=[
         "absl-py",
+        "array_record",
         "chex",
         "flax",
         "gguf",
+        "importlib_resources",  # tensorflow-datasets, which does not say so
         "jax>=0.10.2,<0.11",  # flax linen breaks from jax 0.11.1
         "jinja2",
         "matplotlib",
@@ -32,5 +34,8 @@ setuptools.setup(
         "tokenizers",
         "tqdm",
     ],
-    extras_require={"test": ["pytest", "pytest-xdist", "ruff"]},
+    extras_require={
+        "reasoning": ["reasoning-gym"],
+        "test": ["pytest", "pytest-xdist", "ruff"],
+    },
 )

@@ -1,0 +1,284 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a recipe to rows on disk, and from the disk to a task.
+
+Rows are written once by tensorflow-datasets, without TensorFlow, and read at
+random. A preparation works in a folder of another name and renames it when it
+is complete, so one that was interrupted leaves nothing to be read. The name of
+the folder carries a digest of all that the rows depend on.
+"""
+
+import abc
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import hashlib
+import json
+import pathlib
+import shlex
+from typing import ClassVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from branch_replay.tasks import splits
+from branch_replay.tasks import task as task_lib
+from branch_replay.tasks import text as text_lib
+
+DEFAULT_DATA_DIR = "~/.cache/branch_replay/tasks"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(abc.ABC):
+  """What the rows of a task are made from; subclasses add their settings.
+
+  Attributes:
+    seed: another seed gives other rows, and divides facts otherwise among the
+      splits.
+    train: rows of this split.
+    validation: rows of this split.
+    test: rows of this split. Row i does not depend on how many there are.
+  """
+
+  name: ClassVar[str]
+  rows_builder: ClassVar[type["Rows"]]
+
+  seed: int = 0
+  train: int = 2048
+  validation: int = 256
+  test: int = 256
+
+  def __post_init__(self):
+    for field in splits.SPLITS:
+      if getattr(self, field) < 1:
+        raise ValueError(
+            f"{field}={getattr(self, field)} rows: at least 1 is needed."
+        )
+
+  @abc.abstractmethod
+  def rows(
+      self, text: text_lib.Text, split: str
+  ) -> Iterator[task_lib.Example]:
+    """Makes the rows of a split, in their order."""
+
+  @abc.abstractmethod
+  def scorer(
+      self, text: text_lib.Text
+  ) -> Callable[[task_lib.Example, list[int]], float]:
+    """The `score` of the task."""
+
+  def ingredients(self) -> str:
+    """What else the rows depend on: documents, versions of a generator."""
+    return ""
+
+  def row_id(self, split: str, index: int) -> str:
+    """The stable id of a row."""
+    return f"{self.name}-{split}-{index:07d}"
+
+  def task(self, text: text_lib.Text, rows) -> task_lib.Task:
+    """A task of this recipe's reward and the given rows."""
+    return task_lib.Task(
+        self.name, text.vocab_size, tuple(text.stop_ids), self.scorer(text),
+        rows,
+    )
+
+
+@dataclasses.dataclass
+class Config(tfds.core.BuilderConfig):
+  """A recipe and the way its text is written, under their digest."""
+
+  recipe: Recipe | None = None
+  text: text_lib.Text | None = None
+
+
+class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """Rows of token ids; subclasses name a task and its VERSION.
+
+  VERSION counts the meanings of equal settings: raise it when the code that
+  makes the rows makes others than before.
+  """
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    ids = tfds.features.Tensor(shape=(None,), dtype=np.int32)
+    return tfds.core.DatasetInfo(
+        builder=self,
+        features=tfds.features.FeaturesDict({
+            "id": tfds.features.Text(),
+            "prompt_ids": ids,
+            "answer_ids": ids,
+            "answer": tfds.features.Text(),
+            "details": tfds.features.Text(),  # JSON
+        }),
+        disable_shuffling=True,
+    )
+
+  def _split_generators(self, dl_manager):
+    del dl_manager  # nothing is downloaded
+    return {name: self._generate_examples(name) for name in splits.SPLITS}
+
+  def _generate_examples(self, split):
+    recipe, text = self.builder_config.recipe, self.builder_config.text
+    task = recipe.task(text, {})
+    for index, example in enumerate(recipe.rows(text, split)):
+      row = as_row(example)
+      # As it will be read, for what JSON does to the details.
+      task_lib.check_example(task, as_example(row))
+      yield index, row
+
+  def _create_builder_config(self, builder_config, version):
+    # tfds warns of configurations that the class does not list. These are
+    # named after their content and cannot be listed.
+    del version
+    return builder_config
+
+
+class Table(Sequence):
+  """The rows of one split on disk, as examples."""
+
+  def __init__(self, source):
+    self._source = source
+
+  def __len__(self):
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> task_lib.Example:
+    return as_example(self._source[range(len(self))[index]])
+
+
+def as_row(example: task_lib.Example) -> dict:
+  """What is written of an example."""
+  return {
+      "id": example.id,
+      "prompt_ids": np.asarray(example.prompt_ids, np.int32),
+      "answer_ids": np.asarray(example.answer_ids, np.int32),
+      "answer": example.answer,
+      "details": json.dumps(example.details, sort_keys=True),
+  }
+
+
+def as_example(row) -> task_lib.Example:
+  """An example of what was read; text may come as bytes."""
+  id_, answer, details = (
+      value.decode() if isinstance(value, bytes) else value
+      for value in (row["id"], row["answer"], row["details"])
+  )
+  return task_lib.Example(
+      id_, row["prompt_ids"], row["answer_ids"], answer, json.loads(details)
+  )
+
+
+def digest(recipe: Recipe, text: text_lib.Text) -> str:
+  """Another recipe, vocabulary or document has another digest."""
+  content = json.dumps(
+      (
+          recipe.name, dataclasses.asdict(recipe), recipe.ingredients(),
+          text.name, text.fingerprint(), text.stop_ids,
+      ),
+      sort_keys=True,
+  )
+  return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def rows_builder(
+    recipe: Recipe, text: text_lib.Text, data_dir: str | None
+) -> Rows:
+  """The tensorflow-datasets builder of these rows."""
+  root = pathlib.Path(data_dir or DEFAULT_DATA_DIR).expanduser().resolve()
+  config = Config(
+      name=f"{text.name}-{digest(recipe, text)}",
+      description=repr(recipe),
+      recipe=recipe,
+      text=text,
+  )
+  return recipe.rows_builder(
+      config=config, data_dir=root, file_format="array_record"
+  )
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    text: text_lib.Text = text_lib.Characters(),
+    data_dir: str | None = None,
+) -> task_lib.Task:
+  """Makes the rows of a recipe unless they are there, and loads them.
+
+  Args:
+    recipe: see `recipe`.
+    text: how it is written as ids.
+    data_dir: where rows are kept; ~/.cache/branch_replay/tasks by default.
+
+  Returns:
+    The task.
+
+  Raises:
+    ValueError: the recipe cannot be followed, or `check` fails.
+  """
+  builder = rows_builder(recipe, text, data_dir)
+  if not builder.data_path.exists():
+    builder.download_and_prepare()
+  return load(recipe, text=text, data_dir=data_dir)
+
+
+def load(
+    recipe: Recipe,
+    *,
+    text: text_lib.Text = text_lib.Characters(),
+    data_dir: str | None = None,
+) -> task_lib.Task:
+  """A task whose rows were prepared before.
+
+  Args:
+    recipe: see `recipe`.
+    text: how it is written as ids.
+    data_dir: where rows are kept; ~/.cache/branch_replay/tasks by default.
+
+  Returns:
+    The task, checked.
+
+  Raises:
+    ValueError: its rows are not there, or not all of them (the message says
+      how to prepare them), or `check` fails.
+  """
+  builder = rows_builder(recipe, text, data_dir)
+  if not builder.data_path.exists():
+    raise ValueError(
+        f"Task {recipe.name!r} with these settings has not been prepared in "
+        f"{builder.data_path}. Run: {command(recipe, text, data_dir)}"
+    )
+  rows = {}
+  for split in splits.SPLITS:
+    info = builder.info.splits.get(split)
+    expected = getattr(recipe, split)
+    if info is None or info.num_examples != expected or not all(
+        pathlib.Path(file).exists() for file in info.filepaths
+    ):
+      raise ValueError(
+          f"{builder.data_path} does not hold the {expected} rows of {split!r}."
+          f" Remove it and run: {command(recipe, text, data_dir)}"
+      )
+    rows[split] = Table(builder.as_data_source(split=split))
+  task = recipe.task(text, rows)
+  task_lib.check(task)
+  return task
+
+
+def command(
+    recipe: Recipe, text: text_lib.Text, data_dir: str | None
+) -> str:
+  """What to type to prepare a task.
+
+  MODEL stands for what the model was loaded from, which is not known here.
+  """
+  words = ["python", "-m", "experiments.prepare_tasks"]
+  words.append(f"--config.task={recipe.name}")
+  if isinstance(text, text_lib.Chat):
+    words.append("--config.model=MODEL")
+  if data_dir is not None:
+    words.append(f"--config.data_dir={data_dir}")
+  for field in dataclasses.fields(recipe):
+    value = getattr(recipe, field.name)
+    if value != field.default:
+      words.append(f"--config.{recipe.name}.{field.name}={value}")
+  return shlex.join(words)

@@ -1,0 +1,74 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Real text that is on every machine, divided among the splits."""
+
+import functools
+import pathlib
+import pydoc_data.topics
+import random
+import re
+
+from branch_replay.tasks import splits
+
+
+@functools.cache
+def standard_library() -> tuple[str, ...]:
+  """The Python language reference and the standard library's own source.
+
+  A few million characters, which differ between versions of Python.
+  """
+  topics = pydoc_data.topics.topics
+  folder = pathlib.Path(random.__file__).parent
+  sources = sorted(folder.glob("[a-z]*.py"))
+  return (
+      *(topics[name] for name in sorted(topics)),
+      *(path.read_text(encoding="utf-8") for path in sources),
+  )
+
+
+def read(path: str) -> tuple[str, ...]:
+  """One document from a file; of an empty path the standard library.
+
+  Raises:
+    ValueError: no such file.
+  """
+  if not path:
+    return standard_library()
+  file = pathlib.Path(path).expanduser()
+  if not file.is_file():
+    raise ValueError(f"document={path!r} is not a file.")
+  return (file.read_text(encoding="utf-8"),)
+
+
+def divide(documents: tuple[str, ...], *, seed: int, split: str) -> str:
+  """The text that belongs to one split: no paragraph is in two of them.
+
+  Documents are put in an order of the seed, so that every split has some of
+  each kind; of paragraphs that return (licences, idioms) the first is kept.
+  Tabs become spaces, and all outside printable ASCII question marks.
+
+  Raises:
+    ValueError: fewer than ten paragraphs.
+  """
+  order = list(documents)
+  splits.generator(seed, "documents").shuffle(order)
+  plain = re.sub(r"[^\n -~]", "?", "\n\n".join(order).expandtabs(4))
+  paragraphs = {}
+  for paragraph in plain.split("\n\n"):
+    if paragraph.strip():
+      paragraphs.setdefault(paragraph.strip(), paragraph)
+  kept = list(paragraphs.values())
+  # By length and not by number, or a split may get only short ones.
+  total = sum(map(len, kept))
+  part = splits.bounds(total)[split]
+  chosen, at = [], 0
+  for paragraph in kept:
+    if part.start <= at < part.stop:
+      chosen.append(paragraph)
+    at += len(paragraph)
+  if not chosen:
+    raise ValueError(
+        f"{len(kept)} paragraphs of {total} characters leave none for the "
+        f"{split!r} split. Name a longer text, document=FILE."
+    )
+  return "\n\n".join(chosen)

@@ -1,0 +1,160 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of the package reasoning-gym, with its own scorers.
+
+The package is optional: pip install -c constraints.txt -e ".[reasoning]".
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import importlib.metadata
+import json
+from typing import ClassVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from branch_replay.tasks import builder
+from branch_replay.tasks import splits
+from branch_replay.tasks import task as task_lib
+from branch_replay.tasks import text as text_lib
+
+# reasoning-gym may ask the same question again: candidates made per row.
+_SPARE = 20
+
+
+class ReasoningGymRows(builder.Rows, skip_registration=True):
+  """Rows of `ReasoningGym`."""
+
+  name = "reasoning_gym"
+  VERSION = tfds.core.Version("1.0.0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReasoningGym(builder.Recipe):
+  """One data set of reasoning-gym.
+
+  Reward: 1 if its scorer gives full marks, else 0. Partial marks are left out
+  because many scorers give a half to any text that has the answer in it, and a
+  hundredth to any text at all. A scorer that fails on an answer could not read
+  it: 0.
+
+  No question is in two splits. Data sets without a single right answer, or
+  whose scorer needs more than JSON can hold, are refused when they are
+  prepared.
+
+  Attributes:
+    dataset: its name in reasoning-gym.
+    parameters: of the data set, as JSON; seed and size are set here.
+  """
+
+  name: ClassVar[str] = "reasoning_gym"
+  rows_builder: ClassVar[type[builder.Rows]] = ReasoningGymRows
+
+  dataset: str = "leg_counting"
+  parameters: str = "{}"
+
+  def ingredients(self) -> str:
+    """The version of reasoning-gym."""
+    package()
+    return importlib.metadata.version("reasoning-gym")
+
+  def rows(
+      self, text: text_lib.Text, split: str
+  ) -> Iterator[task_lib.Example]:
+    """Makes the rows of a split.
+
+    Raises:
+      ValueError: the data set has too few questions, or one without an answer.
+    """
+    made = 0
+    # reasoning-gym seeds item i with seed + i: the data sets of neighbouring
+    # seeds are all but equal. So one data set serves all splits, and a question
+    # belongs to the split that its own text says.
+    rows = sum(getattr(self, name) for name in splits.SPLITS)
+    data = self._data(_SPARE * rows)
+    seen = set()
+    for index in range(len(data)):
+      entry = data[index]
+      question = entry["question"]
+      if question in seen or splits.part_of(self.seed, question) != split:
+        continue
+      seen.add(question)
+      yield self._row(text, self.row_id(split, made), entry)
+      made += 1
+      if made == getattr(self, split):
+        return
+    raise ValueError(
+        f"reasoning-gym's {self.dataset!r} gave {made} different questions to "
+        f"the {split!r} split among {len(data)}; {getattr(self, split)} were "
+        "asked for. Ask for fewer, or make it harder with parameters."
+    )
+
+  def scorer(self, text: text_lib.Text):
+    """Full marks of the data set's own scorer."""
+    data = self._data(1)
+
+    def score(example, ids):
+      try:
+        marks = data.score_answer(text.decode(ids).strip(), example.details)
+      except Exception:  # of any kind: it parses what a model has made up
+        return 0.0
+      return float(marks == 1)
+
+    return score
+
+  def _row(self, text, row_id, entry):
+    answer = entry["answer"]
+    if not isinstance(answer, str):
+      raise ValueError(
+          f"reasoning-gym's {self.dataset!r} has no single answer to learn "
+          "from. Choose another data set."
+      )
+    try:
+      details = json.loads(json.dumps(entry))
+    except TypeError as error:
+      raise ValueError(
+          f"reasoning-gym's {self.dataset!r} gives its scorer what JSON cannot "
+          f"hold: {error}. Choose another data set."
+      ) from error
+    return task_lib.Example(
+        id=row_id,
+        prompt_ids=np.asarray(text.alone(entry["question"].strip()), np.int32),
+        answer_ids=np.asarray(
+            [*text.encode(answer), text.stop_ids[0]], np.int32
+        ),
+        answer=answer,
+        details=details,
+    )
+
+  def _data(self, size):
+    gym = package()
+    if self.dataset not in gym.factory.DATASETS:
+      raise task_lib.unknown(
+          "data set of reasoning-gym", self.dataset, gym.factory.DATASETS
+      )
+    try:
+      parameters = json.loads(self.parameters)
+      return gym.create_dataset(
+          self.dataset, **parameters, seed=self.seed, size=size
+      )
+    except (TypeError, ValueError, AssertionError) as error:
+      raise ValueError(
+          f"reasoning-gym refused parameters={self.parameters!r} of "
+          f"{self.dataset!r}: {error}"
+      ) from error
+
+
+@functools.cache
+def package():
+  """The module reasoning_gym; raises ValueError where it is not installed."""
+  try:
+    import reasoning_gym
+    import reasoning_gym.factory
+  except ImportError as error:
+    raise ValueError(
+        "The task 'reasoning_gym' needs a package of that name: "
+        'pip install -c constraints.txt -e ".[reasoning]"'
+    ) from error
+  return reasoning_gym

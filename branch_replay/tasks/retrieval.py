@@ -1,0 +1,273 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A fact hidden in a long document, and a question about it.
+
+Codes are divided among the splits, so no fact of one split, asked for or not,
+is in another; so are the paragraphs of the document. Names are shared: they
+are the vocabulary of the task, and a model may learn them.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import string
+from typing import ClassVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from branch_replay.tasks import builder
+from branch_replay.tasks import documents
+from branch_replay.tasks import splits
+from branch_replay.tasks import task as task_lib
+from branch_replay.tasks import text as text_lib
+
+_WORDS = (
+    "kestrel heron falcon osprey curlew plover lapwing magpie jackdaw raven "
+    "bullfinch linnet siskin wagtail dipper wren nuthatch treecreeper goshawk "
+    "merlin harrier bittern egret grebe fulmar gannet petrel puffin razorbill "
+    "guillemot skua tern avocet dotterel knot sanderling dunlin whimbrel "
+    "redshank turnstone phalarope corncrake moorhen coot crane stork ibis "
+    "spoonbill flamingo pelican cormorant shag nightjar swift hoopoe bee-eater "
+    "roller wryneck woodlark skylark pipit dunnock redstart wheatear"
+).split()
+_POOLS = {"words": _WORDS, "letters": list(string.ascii_uppercase)}
+_MOST_CODES = 10**6
+_TRIES = 30
+
+
+
+
+class RetrievalRows(builder.Rows, skip_registration=True):
+  """Rows of `Retrieval`."""
+
+  name = "retrieval"
+  VERSION = tfds.core.Version("1.0.0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retrieval(builder.Recipe):
+  """Find the code of one name among facts hidden in a document.
+
+  The prompt in characters is the document, the facts on lines of their own, and
+  the fact that is asked for once more, up to its code. In a chat it is the
+  document and the question.
+
+  Reward: 1 or 0. In characters the answer must be the code and nothing else.
+  In a chat it must hold the code as a number of its own, and no other number
+  with as many digits: a sentence around it is fine, a list of candidates is
+  not. Digits that touch a letter, another digit, or a decimal or thousands
+  separator with digits behind it belong to another number.
+
+  For a small model trained from nothing, "letters" for haystack and naming, the
+  fact "{name}{code}", short codes and few distractors make the task easy.
+
+  Attributes:
+    prompt_tokens: length of every prompt, exactly.
+    distractors: facts on other names, with other codes.
+    min_depth: least depth of the fact asked for, 0 at the document's start.
+    max_depth: greatest depth, 1 at its end; distractors are anywhere.
+    names: how many names there are.
+    naming: "words" (birds) or "letters" (A to Z).
+    code_length: digits of a code.
+    code_symbols: digits that codes are made of, from 0 on.
+    haystack: "text", the document, or "letters", random small ones and spaces.
+    document: a text file; empty for the standard library's text.
+    fact: with {name} and, behind it, {code}.
+    question: with {name}; asked in a chat only.
+  """
+
+  name: ClassVar[str] = "retrieval"
+  rows_builder: ClassVar[type[builder.Rows]] = RetrievalRows
+
+  prompt_tokens: int = 512
+  distractors: int = 3
+  min_depth: float = 0.0
+  max_depth: float = 1.0
+  names: int = 26
+  naming: str = "words"
+  code_length: int = 4
+  code_symbols: int = 10
+  haystack: str = "text"
+  document: str = ""
+  fact: str = "The access code of the {name} is {code}."
+  question: str = (
+      "What is the access code of the {name}? Answer with the code alone."
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.naming not in _POOLS:
+      raise task_lib.unknown("naming", self.naming, _POOLS)
+    if self.haystack not in ("text", "letters"):
+      raise task_lib.unknown("haystack", self.haystack, ("text", "letters"))
+    if not 0 <= self.distractors < self.names <= len(_POOLS[self.naming]):
+      raise ValueError(
+          f"distractors={self.distractors} need more names={self.names}, and "
+          f"naming={self.naming!r} has {len(_POOLS[self.naming])} of them."
+      )
+    if not 0 <= self.min_depth <= self.max_depth <= 1:
+      raise ValueError(
+          f"min_depth={self.min_depth} and max_depth={self.max_depth} must lie "
+          "between 0 and 1, in this order."
+      )
+    if not 2 <= self.code_symbols <= 10 or self.code_length < 1:
+      raise ValueError(
+          f"code_symbols={self.code_symbols} must be 2 to 10 and code_length="
+          f"{self.code_length} at least 1."
+      )
+    if not 10 <= self.code_symbols**self.code_length <= _MOST_CODES:
+      raise ValueError(
+          f"code_symbols={self.code_symbols} and code_length="
+          f"{self.code_length} give {self.code_symbols**self.code_length} "
+          f"codes; there must be 10 to {_MOST_CODES}."
+      )
+    before, name, after = self.fact.partition("{name}")
+    if not name or before.count("{code}") or after.count("{code}") != 1:
+      raise ValueError(f"fact={self.fact!r} needs {{name}} and then {{code}}.")
+    if "{name}" not in self.question:
+      raise ValueError(f"question={self.question!r} needs {{name}}.")
+
+  def ingredients(self) -> str:
+    """A digest of the document, which may change under the same name."""
+    if self.haystack == "letters":
+      return ""
+    read = json.dumps(documents.read(self.document))
+    return hashlib.sha256(read.encode()).hexdigest()
+
+  def rows(
+      self, text: text_lib.Text, split: str
+  ) -> Iterator[task_lib.Example]:
+    """Makes the rows of a split.
+
+    Raises:
+      ValueError: too few codes for the distractors, a prompt too short for its
+        facts, or a document too short for the prompt.
+    """
+    codes = splits.cut(self.seed, self._codes(), split)
+    if len(codes) <= self.distractors:
+      raise ValueError(
+          f"The {split!r} split has {len(codes)} codes, too few for a fact and "
+          f"{self.distractors} distractors. Raise code_length or code_symbols."
+      )
+    haystack = ""
+    if self.haystack == "text":
+      haystack = documents.divide(
+          documents.read(self.document), seed=self.seed, split=split
+      )
+    for index in range(getattr(self, split)):
+      yield self._row(text, self.row_id(split, index), haystack, codes)
+
+  def scorer(self, text: text_lib.Text):
+    """Exact in characters; in a chat, the only number of its length."""
+
+    def score(example, ids):
+      said = text.decode(ids)
+      if isinstance(text, text_lib.Characters):
+        return float(said == example.answer)
+      return float(numbers_in(said, len(example.answer)) == {example.answer})
+
+    return score
+
+  def _codes(self):
+    digits = string.digits[: self.code_symbols]
+    return map("".join, itertools.product(digits, repeat=self.code_length))
+
+  def _lead(self, name):
+    return self.fact.partition("{code}")[0].replace("{name}", name)
+
+  def _row(self, text, row_id, haystack, codes):
+    random = splits.generator(self.seed, row_id)
+    facts = 1 + self.distractors
+    names = random.sample(_POOLS[self.naming][: self.names], facts)
+    codes = random.sample(codes, facts)
+    end = self.fact.partition("{code}")[2]
+    hidden = [
+        text.encode(f"\n{self._lead(name)}{code}{end}\n")
+        for name, code in zip(names, codes, strict=True)
+    ]
+    asked = self._lead(names[0])
+    if isinstance(text, text_lib.Chat):
+      asked = self.question.replace("{name}", names[0])
+    before, after = text.around(asked)
+    taken = len(before) + len(after) + sum(map(len, hidden))
+    room = self.prompt_tokens - taken
+    if room < 1:
+      raise ValueError(
+          f"prompt_tokens={self.prompt_tokens} leave no room for a document: "
+          f"the question and {facts} facts take {taken}."
+      )
+    leads = [self._lead(name) for name in names]
+    start, passage, body = self._passage(text, random, haystack, room, leads)
+    depths = [random.uniform(self.min_depth, self.max_depth)]
+    depths += [random.random() for _ in range(self.distractors)]
+    cuts = [word_start(text, body, round(depth * room)) for depth in depths]
+    ids, at, position = list(before), 0, 0
+    for fact in sorted(range(facts), key=lambda fact: cuts[fact]):
+      ids += body[at : cuts[fact]]
+      at = cuts[fact]
+      position = len(ids) if fact == 0 else position
+      ids += hidden[fact]
+    ids += body[at:] + after
+    return task_lib.Example(
+        id=row_id,
+        prompt_ids=np.asarray(ids, np.int32),
+        answer_ids=np.asarray(
+            [*text.encode(codes[0]), text.stop_ids[0]], np.int32
+        ),
+        answer=codes[0],
+        details={
+            "facts": dict(zip(names, codes, strict=True)),
+            "name": names[0],
+            "depth": cuts[0] / room,
+            "position": position,
+            "passage": [start, start + len(passage)],
+        },
+    )
+
+  def _passage(self, text, random, haystack, room, leads):
+    """Its place in the haystack, its text, and exactly `room` ids of it."""
+    most = room * text.longest
+    # A token is a character at least.
+    starts = max(0, len(haystack) - room)
+    for _ in range(_TRIES if starts or self.haystack == "letters" else 0):
+      if self.haystack == "letters":
+        letters = string.ascii_lowercase + " " * 5
+        start, found = 0, "".join(random.choices(letters, k=most))
+      else:
+        start = haystack.find("\n", random.randrange(starts)) + 1
+        found = haystack[start : start + most]
+      body = text.encode(found)[:room]
+      passage = text.decode(body)
+      if len(body) == room and not any(lead in passage for lead in leads):
+        return start, passage, body
+    raise ValueError(
+        f"No passage of {room} tokens in {len(haystack)} characters of text "
+        f"without a fact of the form {self.fact!r}: shorten prompt_tokens="
+        f"{self.prompt_tokens}, name a longer document, or word the fact "
+        "otherwise."
+    )
+
+
+def numbers_in(text: str, digits: int) -> set[str]:
+  """The numbers of so many digits in a text, each as it is written."""
+  return set(
+      re.findall(
+          rf"(?<![0-9A-Za-z_])(?<![0-9][.,])[0-9]{{{digits}}}"
+          r"(?![0-9A-Za-z_])(?![.,][0-9])",
+          text,
+      )
+  )
+
+
+def word_start(text: text_lib.Text, ids: list[int], at: int) -> int:
+  """The last position up to `at` where a word begins, 0 at worst."""
+  while 0 < at < len(ids) and not (
+      text.decode(ids[at : at + 1])[:1].isspace()
+      or text.decode(ids[at - 1 : at])[-1:].isspace()
+  ):
+    at -= 1
+  return at
