@@ -93,6 +93,20 @@ def test_no_fact_and_no_passage_is_in_two_splits(tmp_path):
       assert sum(map(len, of)) > len(set.union(*of))
 
 
+def test_a_document_that_would_answer_for_the_fact_is_refused(tmp_path):
+  document = tmp_path / "document.txt"
+  recipe = tasks.recipe(
+      "retrieval", document=str(document), naming="letters",
+      fact="{name}{code}", prompt_tokens=100, **SMALL,
+  )
+  document.write_text("\n\n".join(f"{n} birds" for n in range(1000)))
+  rows_of(recipe)
+  alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+  document.write_text("\n\n".join(f"{n} {alphabet}" for n in range(1000)))
+  with pytest.raises(ValueError, match="without a fact of the form"):
+    rows_of(recipe)
+
+
 def test_paragraphs_belong_to_one_split_each():
   licence = "Licence\twith \u00e9."
   text = tuple(f"Paragraph {n}.\n\n{licence}\n\n" for n in range(40))
