@@ -13,7 +13,6 @@ cases.jsonl as they finish; results.json summarises them.
 import dataclasses
 import functools
 import importlib.util
-import json
 import pathlib
 
 import jax
@@ -288,16 +287,6 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   return result
 
 
-def _same_config(config: ml_collections.ConfigDict, file: pathlib.Path):
-  """Raises ValueError when the workdir holds cases of another config."""
-  mine = json.loads(json.dumps(config.to_dict()))
-  if file.exists() and json.loads(file.read_text()) != mine:
-    raise ValueError(
-        f"{file.parent} holds cases of another config: take another --workdir."
-    )
-  record.write_json(file, mine)
-
-
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs the cases that are not done yet; see the module.
 
@@ -313,13 +302,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       asked for, or a workdir of another config.
   """
   workdir = pathlib.Path(workdir).resolve()
-  workdir.mkdir(parents=True, exist_ok=True)
-  log = workdir / "cases.jsonl"
-  _same_config(config, workdir / "config.json")
-  # A kill may leave half a line at the end: that case is run again.
-  lines = log.read_text().split("\n")[:-1] if log.exists() else []
-  log.write_text("".join(line + "\n" for line in lines))
-  done = [json.loads(line) for line in lines]
+  done = record.resume(workdir, config)
   names = [field.name for field in dataclasses.fields(Case)]
   known = {tuple(case[name] for name in names) for case in done}
   waiting = [
@@ -337,8 +320,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
         br.Schedule(chunk_size=size, activations="keep"),
     ))
     done.append(study(config, pretrained, case, texts, parts))
-    with log.open("a") as file:
-      file.write(json.dumps(done[-1]) + "\n")
+    record.append(workdir, done[-1])
   results = {
       "environment": record.environment(),
       "config": config.to_dict(),

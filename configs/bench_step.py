@@ -1,0 +1,56 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One gradient timed over a grid of shapes: does the work follow the formula?
+
+Questions: as the prefix doubles, and as the group grows, does the time of a
+gradient grow as its analytic FLOPs do; what share of a large matrix product's
+rate is useful work; and what do the activation policies cost? Not run in full
+yet: no answer is committed.
+
+  make bench
+  python -m experiments.bench_step --config=configs/bench_step.py
+
+Cost: about two hours and 6 GB of memory on two cores that do nothing else; may
+be interrupted and started again, cases that are done are not run again.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict({
+      "model": {
+          "vocab_size": 4096,
+          "width": 576,
+          "num_layers": 8,
+          "num_heads": 9,
+          "num_kv_heads": 3,
+          "head_dim": 64,
+          "ffn_width": 1536,
+          "max_positions": 32768,
+      },
+      # Products of prefix lengths P, group sizes G and tail lengths T.
+      "grid": (
+          ((512, 1024, 2048, 4096, 8192, 16384), (8,), (64,)),
+          ((2048,), (1, 2, 4, 8, 16, 32), (64,)),
+          ((2048,), (8,), (16, 64, 256)),
+      ),
+      # Modes, each with an activation policy.
+      "variants": (
+          ("full", "keep"),
+          ("exact", "keep"),
+          ("exact", "recompute"),
+          ("exact", "recompute_layers"),
+          ("stop", "keep"),
+          ("sampled", "keep"),
+      ),
+      "full_up_to": 4096,  # prefix length; beyond it full is left out
+      "chunk_size": 1024,
+      # Expected share of the prefix's chunks in a sampled pass; with fewer
+      # chunks than `sampled_chunks` there is little to draw from.
+      "sampled_share": 0.25,
+      "sampled_chunks": 4,
+      "matrix": 4096,  # rows and columns of the product that rates refer to
+      "repeats": 5,
+      "seed": 0,
+  })

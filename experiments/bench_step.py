@@ -1,0 +1,260 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Times one gradient over a grid of prefixes, group sizes and tail lengths.
+
+In a case (one shape) all modes are compiled and run once; then they and a large
+matrix product are timed in turns, in a new random order every turn, so that
+what else the machine does falls on all alike. Cases are appended to cases.jsonl
+as they finish; results.json and bench.png are drawn from them.
+
+  python -m experiments.bench_step --config=configs/bench_step.py
+"""
+
+import functools
+import itertools
+import pathlib
+import random
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import tqdm
+
+import branch_replay as br
+from branch_replay import flops
+from branch_replay import state as state_lib
+from branch_replay.schedule import check_mode
+from experiments import bench_report
+from experiments import cli
+from experiments import compare_backward
+from experiments import record
+
+Shape = tuple[int, int, int]  # P, G, T
+
+
+def shapes(config: ml_collections.ConfigDict) -> list[Shape]:
+  """All shapes of a config's grid, each once, cheap ones first."""
+  found = {
+      shape for axes in config.grid for shape in itertools.product(*axes)
+  }
+  return sorted(found, key=lambda s: (s[1] * (s[0] + s[2]), s))
+
+
+def useful_flops(
+    model: br.ModelConfig, shape: Shape, mode: str, share: float = 1.0
+) -> int:
+  """Forward F and backward 2F of a mode; nothing that is computed twice."""
+  prefix, branches, tail = shape
+  once = flops.gradient(
+      model, prefix=prefix, branches=branches, tail=tail, mode=mode,
+      policy="keep", share=share,
+  )
+  logits_again = 2 * model.vocab_size * model.width * branches * tail
+  return once - logits_again
+
+
+def group_of(model: br.ModelConfig, shape: Shape, seed: int) -> br.Group:
+  """Random tokens; every tail is of full length."""
+  prefix, branches, tail = shape
+  rng = np.random.default_rng(seed)
+  group = br.Group.create(
+      rng.integers(0, model.vocab_size, prefix + 1),
+      rng.integers(0, model.vocab_size, (branches, tail)), config=model,
+  )
+  padded = group.prompt.shape[0] - 1, branches, group.tails.shape[1]
+  if padded != shape:
+    raise ValueError(
+        f"P, G, T = {shape} would be padded to {padded}, and the times would "
+        "not be those of the shape: take powers of two from 8 on."
+    )
+  return group
+
+
+def left_out(config, shape: Shape, mode: str) -> str | None:
+  """Why a mode is not run on a shape, or None."""
+  prefix = shape[0]
+  if mode == "full" and prefix > config.full_up_to:
+    return f"full is run up to P={config.full_up_to}"
+  chunks = state_lib.chunks(prefix, config.chunk_size, 1).count
+  if mode == "sampled" and chunks < config.sampled_chunks:
+    return f"fewer than {config.sampled_chunks} chunks to draw from"
+  return None
+
+
+def compiled(config, decoder, params, shape: Shape, mode: str, policy: str):
+  """One variant, compiled: () -> (Evaluation, grads), and its record."""
+  prefix, branches, tail = shape
+  group = group_of(decoder.config, shape, config.seed)
+  chunks = state_lib.chunks(prefix, config.chunk_size, 1).count
+  rng = np.random.default_rng(config.seed)
+  advantages_G = jnp.asarray(rng.normal(size=branches), jnp.float32)
+  weights_G = jnp.full(branches, 1 / (branches * tail), jnp.float32)
+  function = br.value_and_grad(
+      decoder, compare_backward.policy_gradient_loss, prefix_gradient=mode,
+      schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
+      sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
+  )
+  args, key = (params, group, advantages_G, weights_G), jax.random.key(0)
+  start = time.perf_counter()
+  executable = jax.jit(function).lower(*args, key=key).compile()
+  memory = executable.memory_analysis()
+  return functools.partial(executable, *args, key=key), {
+      "mode": mode,
+      "activations": policy,
+      "chunks": chunks,
+      "compile_seconds": time.perf_counter() - start,
+      "temp_bytes": memory and memory.temp_size_in_bytes,
+      "seconds": [],
+  }
+
+
+def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
+  """Adds the analytic half; what a sampled pass runs is known by then."""
+  prefix, branches, tail = shape
+  share = 1.0
+  if run["mode"] == "sampled":
+    run["chunks_run"] = int(evaluation.prefix_pass.drawn.sum())
+    share = run["chunks_run"] / run["chunks"]
+  run["flops"] = flops.gradient(
+      model, prefix=prefix, branches=branches, tail=tail, mode=run["mode"],
+      policy=run["activations"], share=share,
+  )
+  run["useful_flops"] = useful_flops(model, shape, run["mode"], share)
+  run["loss"] = float(evaluation.loss)
+
+
+def measure(config, decoder, params, shape: Shape, describe) -> dict:
+  """Everything that is measured on one shape.
+
+  Args:
+    config: see configs/bench_step.py.
+    decoder: the model.
+    params: its parameters.
+    shape: P, G, T.
+    describe: told what is being done, for a progress bar.
+
+  Returns:
+    A line of cases.jsonl.
+  """
+  runs, functions = [], {}
+  for mode, policy in config.variants:
+    reason = left_out(config, shape, mode)
+    if reason is not None:
+      runs.append({"mode": mode, "activations": policy, "left_out": reason})
+      continue
+    describe(f"{mode}, {policy}: compiling")
+    function, run_ = compiled(config, decoder, params, shape, mode, policy)
+    evaluation, _ = jax.block_until_ready(function())
+    count(run_, decoder.config, shape, evaluation)
+    functions[len(runs)] = function
+    runs.append(run_)
+  matrix = jax.random.normal(jax.random.key(1), (config.matrix, config.matrix))
+  product = jax.jit(jnp.dot).lower(matrix, matrix).compile()
+  functions["matrix"] = functools.partial(product, matrix, matrix)
+  jax.block_until_ready(functions["matrix"]())
+  matrix_seconds = []
+  order = random.Random(config.seed)
+  for turn in range(config.repeats):
+    describe(f"turn {turn + 1} of {config.repeats}")
+    for name in order.sample(list(functions), len(functions)):
+      start = time.perf_counter()
+      jax.block_until_ready(functions[name]())
+      seconds = time.perf_counter() - start
+      where = matrix_seconds if name == "matrix" else runs[name]["seconds"]
+      where.append(seconds)
+  prefix, branches, tail = shape
+  case = {
+      "prefix_tokens": prefix,
+      "branches": branches,
+      "tail_tokens": tail,
+      "matrix_seconds": matrix_seconds,
+      "matrix_flops_per_second": (
+          2 * config.matrix**3 / statistics.median(matrix_seconds)
+      ),
+      "runs": runs,
+  }
+  relate(case)
+  return case
+
+
+def relate(case: dict) -> None:
+  """Adds medians, spreads and rates to the runs of a case."""
+  for run_ in case["runs"]:
+    if "left_out" in run_:
+      continue
+    seconds = run_["seconds"]
+    run_["seconds_median"] = statistics.median(seconds)
+    run_["seconds_min"], run_["seconds_max"] = min(seconds), max(seconds)
+    rate = run_["useful_flops"] / run_["seconds_median"]
+    run_["useful_flops_per_second"] = rate
+    run_["share_of_matrix"] = rate / case["matrix_flops_per_second"]
+
+
+def _check(config) -> None:
+  for mode, policy in config.variants:
+    check_mode(mode)
+    br.Schedule(chunk_size=config.chunk_size, activations=policy)
+  if len(set(config.variants)) < len(config.variants):
+    raise ValueError(f"variants={config.variants}: name each once.")
+  if config.repeats < 1:
+    raise ValueError(f"repeats={config.repeats}: measure at least once.")
+  if not 0 < config.sampled_share <= 1:
+    raise ValueError(
+        f"sampled_share={config.sampled_share} must lie in (0, 1]."
+    )
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
+  """Runs the cases that are not done yet; see the module.
+
+  Args:
+    config: configs/bench_step.py.
+    workdir: holds cases.jsonl, results.json and bench.png.
+
+  Returns:
+    What results.json holds.
+
+  Raises:
+    ValueError: a config that cannot be run, or a workdir of another config.
+  """
+  workdir = pathlib.Path(workdir).resolve()
+  _check(config)
+  model = br.ModelConfig(**config.model)
+  for shape in shapes(config):
+    group_of(model, shape, config.seed)
+  done = record.resume(workdir, config)
+  known = {
+      (case["prefix_tokens"], case["branches"], case["tail_tokens"])
+      for case in done
+  }
+  waiting = [shape for shape in shapes(config) if shape not in known]
+  decoder = br.Decoder(model)
+  params = decoder.init(
+      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
+  with tqdm.tqdm(waiting, desc="cases") as bar:
+    for shape in bar:
+      prefix, branches, tail = shape
+      bar.set_description(f"P={prefix} G={branches} T={tail}")
+      done.append(measure(
+          config, decoder, params, shape, bar.set_postfix_str
+      ))
+      record.append(workdir, done[-1])
+  results = {
+      "environment": record.environment(),
+      "config": config.to_dict(),
+      "cases": sorted(done, key=bench_report.shape_of),
+  }
+  results["growth"] = bench_report.growth(results["cases"])
+  record.write_json(workdir / "results.json", results)
+  bench_report.draw(results, workdir / "bench.png")
+  print(bench_report.table(results))
+  print(f"Wrote {workdir / 'results.json'} and bench.png beside it.")
+  return results
+
+
+if __name__ == "__main__":
+  cli.main(run, "configs/bench_step.py")
