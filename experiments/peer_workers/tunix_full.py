@@ -145,20 +145,23 @@ def load(
 
   def build():
     zeros = jax.jit(lambda state: jax.tree.map(jnp.zeros_like, state))
+    needed = settings["temp_bytes_by_remat"] = {}
     for remat in _REMAT:
       executable = jax.jit(
           add, static_argnums=0, donate_argnums=2
       ).lower(
           graphdefs[remat], state, state, tails_GT[0], coefficients_G[0]
       ).compile()
-      needed = executable.memory_analysis().temp_size_in_bytes
-      settings.update(remat=remat.name, temp_bytes=needed)
-      if needed <= memory_bytes:
+      memory = executable.memory_analysis()
+      needed[remat.name] = memory.temp_size_in_bytes
+      settings["remat"] = remat.name
+      if needed[remat.name] <= memory_bytes:
         break
     else:
+      sizes = ", ".join(f"{n / 2**30:.1f}" for n in needed.values())
       raise serve.NotRun(
-          f"needs {needed / 2**30:.1f} GiB of temporaries for one sequence, "
-          f"with rematerialisation {remat.name}"
+          f"one sequence needs {sizes} GiB of temporaries with "
+          f"rematerialisation {', '.join(needed)}"
       )
 
     def run():
