@@ -10,10 +10,11 @@ answer is committed.
   make peers
   make peers PEERS="--prefixes=1024,2048 --peers=ours,prefix_grouper"
 
-What is equal: weights, tokens, loss, threads, float32, and gradients to rounding
-(checked in every run). What is not: XLA compiles (ours, Tunix), PyTorch runs
-operation by operation; Tunix holds whole score matrices here, and runs its head on the prompt too; memory of the
-compiled ones includes the compiler's, some 300 MB, which shows in short prompts.
+What is equal: weights, tokens, loss, threads, float32, and the gradients to
+rounding (checked in every run). What is not: XLA compiles (ours, Tunix),
+PyTorch runs operation by operation; Tunix holds whole score matrices, and runs
+its head on the prompt too; the memory of compiled systems includes some 300 MB
+of the compiler's, which shows in short prompts.
 
 Cost: about an hour and a half and up to 20 GB of memory on two cores that do
 nothing else: OpenMP threads wait for each other at every operation, and lose
