@@ -21,9 +21,23 @@ def layer_parameters(config: config_lib.ModelConfig) -> int:
 
 def forward(config: config_lib.ModelConfig, tokens: int, prefix: int) -> int:
   """F(T | P) in floating-point operations."""
+  return _linear(config, tokens) + _attention(config, tokens, prefix)
+
+
+def _linear(config, tokens):
+  return 2 * layer_parameters(config) * tokens
+
+
+def _attention(config, tokens, prefix):
   d = config.num_layers * config.num_heads * config.head_dim
-  linear = 2 * layer_parameters(config) * tokens
-  return linear + 4 * d * tokens * prefix + 2 * d * tokens**2
+  return 4 * d * tokens * prefix + 2 * d * tokens**2
+
+
+def _backward(config, tokens, prefix, trainable):
+  """2F; of a frozen base only the cotangents of activations."""
+  weights = 2 if trainable == "all" else 1
+  linear = weights * _linear(config, tokens)
+  return linear + 2 * _attention(config, tokens, prefix)
 
 
 def gradient(
@@ -35,6 +49,7 @@ def gradient(
     mode: str,
     policy: str,
     share: float = 1.0,
+    trainable: str = "all",
 ) -> int:
   """Operations of one `value_and_grad` of one group.
 
@@ -46,16 +61,23 @@ def gradient(
     mode: "full", "exact", "sampled" or "stop".
     policy: what is kept, see `schedule.Schedule.activations`.
     share: of "sampled", the expected share of the prefix's chunks that run.
+    trainable: "all" or "adapters", whose own products are not counted.
 
   Returns:
     Floating-point operations, head included.
   """
   again = policy == "recompute_layers"
-  head = 4 * 2 * config.vocab_size * config.width * branches * tail
+  head_passes = 4 if trainable == "all" else 3
+  head = head_passes * 2 * config.vocab_size * config.width * branches * tail
+
+  def there_and_back(tokens, before, forwards):
+    there = forwards * forward(config, tokens, before)
+    return there + _backward(config, tokens, before, trainable)
+
   if mode == "full":
-    return branches * (3 + again) * forward(config, prefix + tail, 0) + head
-  tails = branches * (3 + again) * forward(config, tail, prefix)
-  prefix_pass = {"keep": 2, "recompute": 3, "recompute_layers": 4}[policy]
+    return branches * there_and_back(prefix + tail, 0, 1 + again) + head
+  tails = branches * there_and_back(tail, prefix, 1 + again)
+  forwards = {"keep": 0, "recompute": 1, "recompute_layers": 2}[policy]
   popped = {"stop": 0, "exact": 1, "sampled": share}[mode]
-  passes = 1 + popped * prefix_pass
-  return round(passes * forward(config, prefix, 0)) + tails + head
+  prefix_pass = popped * there_and_back(prefix, 0, forwards)
+  return round(forward(config, prefix, 0) + prefix_pass) + tails + head

@@ -183,8 +183,8 @@ class Sharded(Layout):
     return attention.Stripe(self.devices, lax.axis_index(_AXIS))
 
 
-def sharded(params, devices: int | None = None) -> Sharded:
-  """A layout over this process's devices.
+def sharded(params, devices=None) -> Sharded:
+  """A layout over this process's devices, or over those given.
 
   Each parameter is sharded along its largest axis that the number of devices
   divides, the vocabulary tables along their width; where there is none it is
@@ -192,7 +192,7 @@ def sharded(params, devices: int | None = None) -> Sharded:
 
   Args:
     params: the tree to be trained, or its shapes.
-    devices: how many; None for all there are.
+    devices: how many; None for all there are; or the devices themselves.
 
   Returns:
     The layout, for `Schedule(layout=...)`.
@@ -200,8 +200,11 @@ def sharded(params, devices: int | None = None) -> Sharded:
   Raises:
     ValueError: fewer devices than asked for.
   """
-  there = jax.devices()
-  devices = len(there) if devices is None else devices
+  if devices is None or isinstance(devices, int):
+    there = jax.devices()
+    devices = len(there) if devices is None else devices
+  else:
+    there, devices = list(devices), len(devices)
   if not 1 <= devices <= len(there):
     raise ValueError(
         f"{devices} devices asked for, {len(there)} there. On CPU set "

@@ -1,0 +1,207 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step needs on each device, before anyone runs it.
+
+The kinds, and what is alive at the peak, are derived in docs/planning.md. All
+of a step is counted: parameters, gradients and optimizer state, the prefix
+state and its accumulator, what is kept of a chunk or a visit, and the working
+memory of one layer. The compiler's own figure for the same step comes from
+`experiments.plan --compile`; the two agree within a tenth.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay import adapters
+from branch_replay import config as config_lib
+from branch_replay import flops
+from branch_replay import schedule as schedule_lib
+from branch_replay.models import decoder
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """One optimizer step on one group.
+
+  Attributes:
+    config: the model, with its dtypes and adapter.
+    prefix: P, captured positions.
+    branches: G.
+    tail: T, tokens of a tail.
+    mode: "exact", "sampled" or "stop".
+    devices: that share everything.
+    chunk_size: positions run at a time.
+    branches_at_once: tails run at a time.
+    activations: what a segment keeps, see `Schedule`.
+    accumulator_dtype: None is at least float32.
+    moments_dtype: of Adam's two moments.
+    trainable: "all" or "adapters".
+    readout_tokens: see `Schedule`.
+  """
+
+  config: config_lib.ModelConfig
+  prefix: int
+  branches: int
+  tail: int
+  mode: str = "exact"
+  devices: int = 8
+  chunk_size: int = 8192
+  branches_at_once: int = 1
+  activations: str = "recompute_layers"
+  accumulator_dtype: str | None = None
+  moments_dtype: str = "float32"
+  trainable: str = "all"
+  readout_tokens: int = 1024
+
+  def __post_init__(self):
+    schedule_lib.check_mode(self.mode)
+    adapters.check_trainable(self.trainable, self.config)
+    if self.mode == "full":
+      raise ValueError("mode='full' has no prefix state to plan for.")
+    for field in ("branches", "tail", "devices", "chunk_size"):
+      if getattr(self, field) < 1:
+        raise ValueError(f"{field} must be at least 1: {getattr(self, field)}")
+    if self.prefix < 0:
+      raise ValueError(f"prefix must not be negative: {self.prefix}")
+
+
+def _itemsize(dtype) -> int:
+  return jnp.dtype(dtype).itemsize
+
+
+def _wide(config) -> int:
+  return config_lib.at_least_float32(config.compute_dtype).itemsize
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters(config: config_lib.ModelConfig):
+  """Shapes of all parameters, with their dtypes."""
+  model = decoder.Decoder(config)
+  return jax.eval_shape(
+      lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+  )["params"]
+
+
+def _bytes(tree, itemsize: int | None = None) -> int:
+  return sum(
+      leaf.size * (itemsize or leaf.dtype.itemsize)
+      for leaf in jax.tree.leaves(tree)
+  )
+
+
+def bytes_per_device(step: Step) -> dict[str, int]:
+  """Bytes alive at the peak of a step on one device, by kind.
+
+  Returns:
+    "parameters", "gradients", "optimizer", "state", "accumulator", "kept",
+    "working", and "total", their sum.
+  """
+  config, devices = step.config, step.devices
+  params = _parameters(config)
+  trained = adapters.select(params, step.trainable)
+  positions = math.ceil(step.prefix / devices)
+  cells = (
+      2 * config.num_layers * config.num_kv_heads * config.head_dim * positions
+  )
+  moment = _itemsize(step.moments_dtype)
+  accumulates = step.mode != "stop"
+  accumulator = step.accumulator_dtype or config_lib.at_least_float32(
+      config.compute_dtype
+  )
+  found = {
+      "parameters": _bytes(params) // devices,
+      "gradients": _bytes(trained, _wide(config)) // devices,
+      "optimizer": 2 * _bytes(trained, moment) // devices,
+      "state": cells * _itemsize(config.compute_dtype),
+      "accumulator": accumulates * cells * _itemsize(accumulator),
+      "kept": _kept(step),
+      "working": _working(step, params, trained),
+  }
+  return found | {"total": sum(found.values())}
+
+
+def _segments(step: Step) -> tuple[int, int]:
+  """Tokens of a chunk that is popped, and of a visit."""
+  chunk = min(step.chunk_size, step.prefix) if step.mode != "stop" else 0
+  return chunk, min(step.branches_at_once, step.branches) * step.tail
+
+
+def _kept(step: Step) -> int:
+  """What is held between a segment's forward and backward pass."""
+  config = step.config
+  chunk, visit = _segments(step)
+  layers = config.num_layers * schedule_lib.stage_bytes(config)
+  if step.activations == "recompute_layers":
+    inputs = config.width * _itemsize(config.compute_dtype)
+    layers = config.num_layers * inputs
+  tokens = max(chunk, visit)
+  if step.activations == "keep" and step.mode != "stop":
+    tokens = step.prefix + visit
+  return layers * tokens // step.devices
+
+
+def _working(step: Step, params, trained) -> int:
+  """One layer's backward pass: whole parameters and rows of all devices."""
+  config, wide = step.config, _wide(step.config)
+  narrow = _itemsize(config.compute_dtype)
+  chunk, visit = _segments(step)
+  tokens = max(chunk, visit, min(step.chunk_size, step.prefix))
+  layer, of_trained = (
+      sum(x.size for x in jax.tree.leaves(tree["layers"])) / config.num_layers
+      for tree in (params, trained)
+  )
+  # Gathered, widened where trained, and the gradient before it is scattered.
+  weights = layer * narrow + of_trained * 2 * wide if step.devices > 1 else 0
+  # Queries and cotangents of outputs in the compute dtype; outputs of the two
+  # parts of attention, their merge and the queries' cotangents wide.
+  heads = config.num_heads * config.head_dim
+  rows = tokens * heads * (2 * narrow + 4 * wide)
+  stages = 2 * schedule_lib.stage_bytes(config) * tokens / step.devices
+  readout = min(step.readout_tokens, math.ceil(visit / step.devices))
+  logits = 3 * 2048 * readout * wide
+  return round(weights + rows + max(stages, logits))
+
+
+def longest_prefix(step: Step, budget: int) -> int:
+  """The most positions whose step fits `budget` bytes a device; 0 if none."""
+  def fits(prefix):
+    at = dataclasses.replace(step, prefix=prefix)
+    return bytes_per_device(at)["total"] <= budget
+
+  if not fits(0):
+    return 0
+  high = step.devices
+  while fits(high):
+    high *= 2
+    if high > 1 << 40:
+      return high
+  low = high // 2
+  while high - low > step.devices:
+    middle = (low + high) // 2
+    low, high = (middle, high) if fits(middle) else (low, middle)
+  return low if fits(low) else 0
+
+
+def work(step: Step) -> dict[str, float]:
+  """Analytic operations of a step, and the ideal speed-up over full.
+
+  Returns:
+    "flops" of all devices together, and "ideal_speedup": those of the full
+    backward pass with the same policy, divided by it.
+  """
+  shape = dict(prefix=step.prefix, branches=step.branches, tail=step.tail)
+  mine = flops.gradient(
+      step.config, mode=step.mode, policy=step.activations,
+      trainable=step.trainable, **shape,
+  )
+  full = flops.gradient(
+      step.config, mode="full", policy=step.activations,
+      trainable=step.trainable, **shape,
+  )
+  return {"flops": mine, "ideal_speedup": full / mine}

@@ -1,0 +1,164 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Says what a training step needs before anyone runs it.
+
+  python -m experiments.plan --model=qwen3-8b --prefix=2097152 --branches=8 \\
+    --tail=8192 --mode=exact --target=v5p:2x2x2
+
+Analytic and instant. With --compile the real training step is lowered and
+compiled for the target, which needs no such device but the TPU compiler:
+pip install "jax[tpu]" in an environment of its own.
+"""
+
+import dataclasses
+import json
+import sys
+
+from absl import app
+from absl import flags
+
+from branch_replay import config as config_lib
+from branch_replay import plan
+from branch_replay import presets
+from experiments import compile_step
+
+_GIB = plan.GIB
+
+
+def _define_flags():
+  flags.DEFINE_string(
+      "model", "qwen3-8b",
+      f"A preset ({', '.join(presets.PRESETS)}), or a Hugging Face "
+      "config.json.",
+  )
+  flags.DEFINE_integer("prefix", 2097152, "P, captured positions.")
+  flags.DEFINE_integer("branches", 8, "G, tails of the group.")
+  flags.DEFINE_integer("tail", 8192, "T, tokens of a tail.")
+  flags.DEFINE_enum(
+      "mode", "exact", ["exact", "sampled", "stop"], "Prefix gradient."
+  )
+  flags.DEFINE_string(
+      "target", "v5p:2x2x2",
+      f"Devices to plan for: {', '.join(compile_step.TARGETS)}.",
+  )
+  flags.DEFINE_float(
+      "budget_gib", None, "Memory of a device to fit; the target's by default."
+  )
+  flags.DEFINE_integer("chunk", 8192, "Positions run at a time.")
+  flags.DEFINE_integer("branches_at_once", 1, "Tails run at a time.")
+  flags.DEFINE_enum(
+      "activations", "recompute_layers",
+      ["keep", "recompute", "recompute_layers"], "What a segment keeps.",
+  )
+  flags.DEFINE_string(
+      "accumulator_dtype", "bfloat16",
+      "Of the prefix's cotangent: bfloat16 or float32.",
+  )
+  flags.DEFINE_string("param_dtype", "bfloat16", "Of stored parameters.")
+  flags.DEFINE_string("moments_dtype", "bfloat16", "Of Adam's two moments.")
+  flags.DEFINE_integer(
+      "adapter_rank", 0, "Train adapters of this rank; 0 trains everything."
+  )
+  flags.DEFINE_bool("compile", False, "Ask the target's compiler too.")
+  flags.DEFINE_bool("json", False, "Print one JSON object.")
+
+
+def step_of(values) -> plan.Step:
+  """The step that the flags describe.
+
+  Raises:
+    ValueError: an unknown model or target, or sizes that cannot be.
+  """
+  config = presets.geometry(values.model)
+  adapter = None
+  if values.adapter_rank:
+    adapter = config_lib.Adapter(values.adapter_rank, 2.0 * values.adapter_rank)
+  config = dataclasses.replace(
+      config, param_dtype=values.param_dtype, compute_dtype="bfloat16",
+      adapter=adapter,
+      max_positions=max(
+          config.max_positions, values.prefix + values.tail + 1
+      ),
+  )
+  return plan.Step(
+      config, values.prefix, values.branches, values.tail, values.mode,
+      devices=compile_step.target(values.target).devices,
+      chunk_size=values.chunk, branches_at_once=values.branches_at_once,
+      activations=values.activations,
+      accumulator_dtype=values.accumulator_dtype,
+      moments_dtype=values.moments_dtype,
+      trainable="adapters" if adapter else "all",
+  )
+
+
+def run(values) -> dict:
+  """The plan as one object; see docs/formats.md.
+
+  Args:
+    values: the flags, or anything with their names.
+  """
+  step = step_of(values)
+  target = compile_step.target(values.target)
+  budget = target.bytes if values.budget_gib is None else int(
+      values.budget_gib * _GIB
+  )
+  per_device = plan.bytes_per_device(step)
+  found = {
+      "model": values.model,
+      "mode": values.mode,
+      "target": values.target,
+      "prefix": step.prefix,
+      "branches": step.branches,
+      "tail": step.tail,
+      "trainable": step.trainable,
+      "budget_bytes": budget,
+      "bytes_per_device": per_device,
+      **plan.work(step),
+      "fits": per_device["total"] <= budget,
+      "longest_prefix": plan.longest_prefix(step, budget),
+  }
+  if values.compile:
+    found |= compile_step.compile_step(step, target)
+  return found
+
+
+def table(found: dict) -> str:
+  """The plan as text."""
+  per_device = found["bytes_per_device"]
+  lines = [
+      f"{found['model']}, {found['mode']}, P={found['prefix']:,} "
+      f"G={found['branches']} T={found['tail']:,} on {found['target']}, "
+      f"trains {found['trainable']}"
+  ]
+  lines += [
+      f"  {kind:<12} {size / _GIB:8.2f} GiB a device"
+      for kind, size in per_device.items()
+  ]
+  lines += [
+      f"  fits {found['budget_bytes'] / _GIB:.1f} GiB: "
+      f"{'yes' if found['fits'] else 'no'}; longest prefix that does: "
+      f"{found['longest_prefix']:,}",
+      f"  {found['flops']:.3g} operations; ideal speed-up over full "
+      f"{found['ideal_speedup']:.2f}×",
+  ]
+  if "compiled_bytes_per_device" in found:
+    lines.append(
+        f"  compiled: {found['compiled_bytes_per_device'] / _GIB:.2f} GiB a "
+        f"device, in {found['compile_seconds']:.0f} s; copies of the state in "
+        f"another layout: {found['state_layout_copies']}"
+    )
+  return "\n".join(lines)
+
+
+def _main(_):
+  values = flags.FLAGS
+  try:
+    found = run(values)
+  except ValueError as error:
+    sys.exit(f"error: {error}")
+  print(json.dumps(found) if values.json else table(found))
+
+
+if __name__ == "__main__":
+  _define_flags()
+  app.run(_main)

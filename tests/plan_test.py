@@ -1,0 +1,146 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The planner: what it adds up, what it finds, and what it refuses."""
+
+import dataclasses
+import importlib.util
+import json
+import types
+
+import jax
+import pytest
+
+from branch_replay import flops
+from branch_replay import plan
+from branch_replay import presets
+from branch_replay.config import Adapter
+from branch_replay.weights import hf_config
+from experiments import plan as planner
+from tests import tiny
+
+STEP = plan.Step(tiny.BASE, prefix=4096, branches=4, tail=32, chunk_size=256)
+
+FLAGS = dict(
+    model="qwen3-8b", prefix=2097152, branches=8, tail=8192, mode="exact",
+    target="v5p:2x2x2", budget_gib=None, chunk=8192, branches_at_once=1,
+    activations="recompute_layers", accumulator_dtype="bfloat16",
+    param_dtype="bfloat16", moments_dtype="bfloat16", adapter_rank=0,
+    compile=False, json=True,
+)
+
+
+def run(**changes):
+  return planner.run(types.SimpleNamespace(**FLAGS | changes))
+
+
+def total(step):
+  return plan.bytes_per_device(step)["total"]
+
+
+def test_states_accumulators_and_optimizers_by_hand():
+  found = plan.bytes_per_device(STEP)
+  cells = 2 * 2 * 2 * 16 * 4096 // 8  # k and v, L, K, D, a device's positions
+  assert found["state"] == found["accumulator"] == 4 * cells
+  parameters = sum(
+      x.size for x in jax.tree.leaves(tiny.model(tiny.BASE)[1])
+  )
+  assert found["parameters"] == found["gradients"] == 4 * parameters // 8
+  assert found["optimizer"] == 8 * parameters // 8
+  kinds = [size for kind, size in found.items() if kind != "total"]
+  assert found["total"] == sum(kinds) and all(kinds)
+  stop = plan.bytes_per_device(dataclasses.replace(STEP, mode="stop"))
+  assert stop["accumulator"] == 0 and stop["state"] == found["state"]
+  narrow = dataclasses.replace(STEP, accumulator_dtype="bfloat16")
+  assert plan.bytes_per_device(narrow)["accumulator"] == 2 * cells
+
+
+def test_memory_grows_with_the_prefix_and_not_with_the_group():
+  more = dataclasses.replace(STEP, branches=64)
+  assert total(more) == total(STEP)
+  together = dataclasses.replace(STEP, branches=64, branches_at_once=64)
+  assert total(together) > total(STEP)
+  longer = dataclasses.replace(STEP, prefix=8192)
+  assert total(longer) - total(STEP) == 2 * plan.bytes_per_device(STEP)["state"]
+  kept = dataclasses.replace(STEP, activations="keep")
+  assert total(kept) > total(longer)
+
+
+def test_adapters_spare_gradients_and_optimizer():
+  config = dataclasses.replace(tiny.BASE, adapter=Adapter(2, 2.0))
+  whole = plan.bytes_per_device(dataclasses.replace(STEP, config=config))
+  part = plan.bytes_per_device(
+      dataclasses.replace(STEP, config=config, trainable="adapters")
+  )
+  assert part["parameters"] == whole["parameters"]
+  assert part["gradients"] < whole["gradients"] / 4
+  assert part["optimizer"] < whole["optimizer"] / 4
+  shape = dict(prefix=100, branches=2, tail=10, mode="exact", policy="keep")
+  assert flops.gradient(config, trainable="adapters", **shape) < (
+      flops.gradient(config, **shape)
+  )
+
+
+@pytest.mark.parametrize("mode", ["exact", "stop"])
+def test_the_longest_prefix_just_fits(mode):
+  step = dataclasses.replace(STEP, mode=mode)
+  budget = 8 << 20
+  longest = plan.longest_prefix(step, budget)
+  assert longest > 4096
+  at = dataclasses.replace(step, prefix=longest)
+  assert total(at) <= budget
+  assert total(dataclasses.replace(at, prefix=longest + 16)) > budget
+  assert plan.longest_prefix(step, 1000) == 0
+
+
+def test_the_published_shape_as_one_object():
+  found = json.loads(json.dumps(run()))
+  assert found["fits"] and found["longest_prefix"] > 2097152
+  assert 80 < found["bytes_per_device"]["total"] / plan.GIB < 88
+  # Tails of a shared prefix: near G times less than full, never more.
+  assert 5 < found["ideal_speedup"] < 8
+  stop = run(mode="stop")
+  assert stop["bytes_per_device"]["total"] / plan.GIB < 54
+  assert not run(budget_gib=40.0)["fits"]
+  lora = run(adapter_rank=16)
+  assert lora["trainable"] == "adapters"
+  assert lora["longest_prefix"] > found["longest_prefix"]
+
+
+def test_presets_are_what_their_files_say(tmp_path):
+  # Parameters as published: 8.2, 4.0, 0.6, 8.0, 7.6 and 0.135 billion.
+  counts = {
+      "qwen3-8b": 8.19, "qwen3-4b": 4.02, "qwen3-0.6b": 0.596,
+      "llama-3.1-8b": 8.03, "qwen2.5-7b": 7.62, "smollm2-135m": 0.1345,
+  }
+  assert set(counts) == set(presets.PRESETS)
+  for name, billions in counts.items():
+    step = dataclasses.replace(
+        STEP, config=presets.geometry(name.upper()), devices=1
+    )
+    size = plan.bytes_per_device(step)["parameters"] / 4e9
+    assert size == pytest.approx(billions, rel=5e-3), name
+  written = hf_config.config_to_hf(presets.geometry("qwen3-4b"))
+  (tmp_path / "config.json").write_text(json.dumps(written))
+  assert presets.geometry(str(tmp_path)) == presets.geometry("qwen3-4b")
+
+
+def test_what_cannot_be_planned_is_an_error():
+  with pytest.raises(ValueError, match="did you mean 'qwen3-8b'"):
+    run(model="qwen3-8")
+  with pytest.raises(ValueError, match="target='v4' is unknown"):
+    run(target="v4")
+  with pytest.raises(ValueError, match="branches must be at least 1"):
+    run(branches=0)
+  with pytest.raises(ValueError, match="prefix must not be negative"):
+    run(prefix=-1)
+  with pytest.raises(ValueError, match="no prefix state to plan for"):
+    dataclasses.replace(STEP, mode="full")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None,
+    reason="the TPU compiler is installed",
+)
+def test_a_missing_compiler_says_what_to_install():
+  with pytest.raises(ValueError, match=r"jax\[tpu\]"):
+    run(compile=True)
