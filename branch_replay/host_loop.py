@@ -4,7 +4,7 @@
 
 For prefixes of minutes or hours: it shows progress after every chunk and every
 visit, and stops between two of them. It runs the same three functions as the
-scan under jit in `passes`, and gives the same result.
+scan under jit in `passes`, on one device or several, and gives the same result.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ def value_and_grad(
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
     schedule: Schedule = Schedule(),
+    trainable: str = "all",
     progress: bool = True,
 ):
   """`prefix_replay.value_and_grad` of one group, step by step from the host.
@@ -39,7 +40,9 @@ def value_and_grad(
     loss: (outputs, *args) -> scalar, a sum over the branches it is given.
     readout: see `branch_replay.readout`.
     prefix_gradient: "exact" or "stop".
-    schedule: sizes and policies.
+    schedule: sizes, policies and layout; on several devices "keep" becomes
+      "recompute", as what is kept does not leave the devices.
+    trainable: "all" or "adapters".
     progress: whether to show a progress bar.
 
   Returns:
@@ -60,8 +63,11 @@ def value_and_grad(
     if group.prompt.ndim == 2:
       raise ValueError("The host loop takes one group, not stacked groups.")
     task = prefix_replay.make_task(
-        model, group, readout, prefix_gradient, schedule
+        model, group, readout, prefix_gradient, schedule, trainable=trainable
     )
+    if task.layout.devices > 1 and task.schedule.activations == "keep":
+      again = dataclasses.replace(task.schedule, activations="recompute")
+      task = dataclasses.replace(task, schedule=again)
     return _Run(task, params, group, progress).gradient(loss, args)
 
   return run
@@ -77,16 +83,16 @@ class _Run:
     capacity = self._chunks.capacity
     length = int(group.prompt_length) - 1
     self._used = -(-length // self._chunks.size) if length else 0
-    self._state = dataclasses.replace(
-        state_lib.empty(task.config, capacity),
+    self._state = state_lib.PrefixState(
+        mixer=_empty(task, capacity, params),
         tokens=jnp.pad(group.prompt[:-1], (0, capacity - positions)),
         length=jnp.int32(length),
+        version=jnp.uint32(0),
+        devices=task.layout.devices,
     )
     branches = group.tails.shape[0]
     self._at_once = task.at_once(branches)
     self._exact = task.prefix_gradient == "exact"
-    if task.layout.devices > 1:
-      raise ValueError("The host loop runs on one device.")
     steps = self._used * (1 + self._exact) - (-branches // self._at_once)
     self._bar = tqdm.tqdm(total=steps, unit="step", disable=not progress)
 
@@ -116,13 +122,9 @@ class _Run:
     return kept
 
   def _visit(self, loss, args):
-    grads = engine.zero_grads(self._params)
-    accumulator = None
-    if self._exact:
-      accumulator = state_lib.accumulator(
-          self._task.config, self._chunks.capacity,
-          self._task.schedule.accumulator_dtype,
-      )
+    grads, accumulator = _start(
+        self._task, self._chunks.capacity, self._params
+    )
     values, outputs = [], []
     for start in range(0, self._group.tails.shape[0], self._at_once):
       rows = slice(start, start + self._at_once)
@@ -149,28 +151,77 @@ class _Run:
     return grads
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty(task, capacity, params):
+  layout = task.layout
+
+  def here(_):
+    return state_lib.empty(task.config, capacity, devices=layout.devices).mixer
+
+  return layout.over(here, ("params",), "mixer")(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(task, capacity, params):
+  """Zero gradients, and in exact a zero accumulator."""
+  layout, schedule = task.layout, task.schedule
+
+  def here(params):
+    accumulator = None
+    if task.accumulates:
+      accumulator = state_lib.accumulator(
+          task.config, capacity // layout.devices, schedule.accumulator_dtype
+      )
+    return engine.zero_grads(task.trained(params)), accumulator
+
+  outs = "grads", "mixer" if task.accumulates else "all"
+  return layout.over(here, ("params",), outs, task.trained(params))(params)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _push(task, params, mixer, tokens, index):
-  state = state_lib.PrefixState(mixer, tokens, index, jnp.uint32(0))
   keep = task.prefix_gradient == "exact" and (
       task.schedule.activations == "keep"
   )
-  return engine.push_chunk(
-      task, params, state, index, keep="stages" if keep else None
+
+  def here(params, mixer, tokens, index):
+    state = state_lib.PrefixState(
+        mixer, tokens, index, jnp.uint32(0), devices=task.layout.devices
+    )
+    return engine.push_chunk(
+        task, params, state, index, keep="stages" if keep else None
+    )
+
+  ins = "params", "mixer", "all", "all"
+  return task.layout.over(here, ins, ("mixer", "all"))(
+      params, mixer, tokens, index
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _visit(task, loss, params, grads, accumulator, state, group, args):
-  grads, accumulator, outputs, (values, _) = engine.visit_branches(
-      task, params, grads, accumulator, state, group,
-      passes.cotangent_of(loss), args,
+  def here(params, grads, accumulator, state, group, args):
+    grads, accumulator, outputs, (values, _) = engine.visit_branches(
+        task, params, grads, accumulator, state, group,
+        passes.cotangent_of(loss), args,
+    )
+    return grads, accumulator, outputs, jnp.sum(values)
+
+  mixer = "mixer" if task.accumulates else "all"
+  ins = "params", "grads", mixer, "state", "all", "all"
+  return task.layout.over(here, ins, ("grads", mixer, "all", "all"), grads)(
+      params, grads, accumulator, state, group, args
   )
-  return grads, accumulator, outputs, jnp.sum(values)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _pop(task, params, grads, accumulator, state, index, kept):
-  return engine.pop_chunk(
-      task, params, grads, accumulator, state, index, kept
+  def here(params, grads, accumulator, state, index, kept):
+    return engine.pop_chunk(
+        task, params, grads, accumulator, state, index, kept
+    )
+
+  ins = "params", "grads", "mixer", "state", "all", "all"
+  return task.layout.over(here, ins, ("grads", "mixer"), grads)(
+      params, grads, accumulator, state, index, kept
   )

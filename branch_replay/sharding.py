@@ -68,7 +68,7 @@ class Sharded(Layout):
     if kind in ("params", "grads"):
       return self.param_specs(value)
     if kind == "mixer":
-      return None if value is None else (stripes, stripes)
+      return stripes, stripes
     if kind == "all" or (kind == "state" and value is None):
       return whole
     return state_lib.PrefixState(

@@ -9,14 +9,18 @@ import pytest
 
 import branch_replay as br
 from branch_replay import host_loop
+from branch_replay import sharding
 from tests import tiny
 
 
 @pytest.mark.parametrize(
-    "mode,activations",
-    [("exact", "keep"), ("exact", "recompute_layers"), ("stop", "recompute")],
+    "mode,activations,devices",
+    [
+        ("exact", "keep", 1), ("exact", "recompute_layers", 1),
+        ("stop", "recompute", 1), ("exact", "keep", 8), ("stop", "keep", 8),
+    ],
 )
-def test_host_loop_equals_the_scan(x64, mode, activations):
+def test_host_loop_equals_the_scan(x64, mode, activations, devices):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group(tails=(5, 1, 3))
   weights = tiny.weights(group)
@@ -29,6 +33,13 @@ def test_host_loop_equals_the_scan(x64, mode, activations):
   (value, outputs, _), wanted = br.value_and_grad(
       decoder, tiny.loss, **options
   )(params, group, weights)
+  if devices > 1:
+    layout = sharding.sharded(params, devices)
+    params = layout.place(params)
+    options["schedule"] = br.Schedule(
+        chunk_size=8, branches_at_once=2, activations=activations,
+        layout=layout,
+    )
   (mine, log_probs, _), gradient = host_loop.value_and_grad(
       decoder, tiny.loss, progress=False, **options
   )(params, group, weights)

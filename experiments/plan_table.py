@@ -1,0 +1,65 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How far eight chips reach: plans of an 8B decoder, some of them compiled.
+
+  python -m experiments.plan_table
+
+Cost: minutes a compilation, one at a time, in an environment with the TPU
+compiler. What is done is kept in the result file and not compiled again.
+"""
+
+import json
+import pathlib
+import types
+
+from absl import app
+import tqdm
+
+from experiments import plan as planner
+from experiments import record
+
+_FILE = pathlib.Path(__file__).parent / "results" / "plan.json"
+_BASE = dict(
+    model="qwen3-8b", prefix=2097152, branches=8, tail=8192, mode="exact",
+    target="v5p:2x2x2", budget_gib=88.0, chunk=8192, branches_at_once=1,
+    activations="recompute_layers", accumulator_dtype="bfloat16",
+    param_dtype="bfloat16", moments_dtype="bfloat16", adapter_rank=0,
+    compile=True,
+)
+# The published shape; what more branches cost; other reaches.
+_COMPILED = (
+    dict(),
+    dict(mode="stop"),
+    dict(branches=2),
+    dict(adapter_rank=16),
+    dict(mode="stop", adapter_rank=16),
+    dict(prefix=262144),
+    dict(prefix=262144, accumulator_dtype="float32"),
+)
+_PLANNED = tuple(
+    dict(mode=mode, accumulator_dtype=dtype, adapter_rank=rank, compile=False)
+    for mode, dtype in (
+        ("exact", "bfloat16"), ("exact", "float32"), ("stop", "bfloat16")
+    )
+    for rank in (0, 16)
+)
+
+
+def run(_):
+  """Fills the result file with the cases that it does not have."""
+  found = json.loads(_FILE.read_text()) if _FILE.exists() else {"plans": []}
+  done = [plan["flags"] for plan in found["plans"]]
+  for changes in tqdm.tqdm(_COMPILED + _PLANNED, desc="plans"):
+    flags = _BASE | changes
+    if flags in done:
+      continue
+    plan = planner.run(types.SimpleNamespace(**flags))
+    print(planner.table(plan))
+    found["plans"].append({"flags": flags, **plan})
+    found["environment"] = record.environment()
+    record.write_json(_FILE, found)
+  print(f"Wrote {_FILE}.")
+
+
+if __name__ == "__main__":
+  app.run(run)
