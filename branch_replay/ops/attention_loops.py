@@ -43,20 +43,31 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
   dtype = total_N.dtype
   scores = _dot(q_ND, k_BD, (1, 1), dtype) * q_ND.shape[-1] ** -0.5
   scores = jnp.where(seen, scores, -jnp.inf)
-  new_top_N = jnp.maximum(top_N, jnp.max(scores, axis=-1))
+  new_top_N = jnp.maximum(top_N, _row_max(scores))
   shift_N = finite(new_top_N)
   probs = jnp.exp(scores - shift_N[:, None])
   decay_N = jnp.exp(top_N - shift_N)
+  # Sums of rows by a matrix product: XLA for CPU reduces rows number by number,
+  # and would compute every exponential a second time to do so.
+  ones_B1 = jnp.ones((v_BD.shape[0], 1), dtype)
   return (
       new_top_N,
-      total_N * decay_N + jnp.sum(probs, axis=-1),
+      total_N * decay_N + _dot(probs, ones_B1, (1, 0), dtype)[:, 0],
       weighted_ND * decay_N[:, None]
       + _dot(probs.astype(v_BD.dtype), v_BD, (1, 0), dtype),
   )
 
 
+def _row_max(x_NB):
+  """Row maxima; halves are compared as vectors before any row is reduced."""
+  while x_NB.shape[1] % 2 == 0 and x_NB.shape[1] > 64:
+    half = x_NB.shape[1] // 2
+    x_NB = jnp.maximum(x_NB[:, :half], x_NB[:, half:])
+  return jnp.max(x_NB, axis=-1)
+
+
 def _cotangent_tile(d_out_ND, q_ND, lse_N, delta_N, k_BD, v_BD, seen):
-  """(dq, dk, dv) that one tile of rows and keys contributes."""
+  """(dq, dkᵀ, dvᵀ) that one tile of rows and keys contributes."""
   dtype, scale = lse_N.dtype, q_ND.shape[-1] ** -0.5
   scores = _dot(q_ND, k_BD, (1, 1), dtype) * scale
   probs = jnp.where(seen, jnp.exp(scores - lse_N[:, None]), 0)
@@ -65,8 +76,8 @@ def _cotangent_tile(d_out_ND, q_ND, lse_N, delta_N, k_BD, v_BD, seen):
   d_scores = d_scores.astype(q_ND.dtype)
   return (
       _dot(d_scores, k_BD, (1, 0), dtype),
-      _dot(d_scores, q_ND, (0, 0), dtype),
-      _dot(probs.astype(d_out_ND.dtype), d_out_ND, (0, 0), dtype),
+      _dot(q_ND, d_scores, (0, 0), dtype),
+      _dot(d_out_ND, probs.astype(d_out_ND.dtype), (0, 0), dtype),
   )
 
 
@@ -135,7 +146,7 @@ def prefix_backward(
     seen = column.seen(j, prefix_length)
 
     def tile(i, carry):
-      dq_KND, dk_BD, dv_BD = carry
+      dq_KND, dk_DB, dv_DB = carry
       at = head, i * row.size
       dq, dk, dv = _cotangent_tile(
           *(tiling.read(x, at, row.size) for x in (d_out_KND, q_KND)),
@@ -144,15 +155,16 @@ def prefix_backward(
       )
       dq_KND = tiling.add(dq_KND, at, dq)
       if accumulator is None:
-        return dq_KND, dk_BD, dv_BD
-      return dq_KND, dk_BD + dk, dv_BD + dv
+        return dq_KND, dk_DB, dv_DB
+      return dq_KND, dk_DB + dk, dv_DB + dv
 
-    zeros = jnp.zeros((column.size, head_dim), dtype)
-    dq_KND, dk_BD, dv_BD = lax.fori_loop(
+    zeros = jnp.zeros((head_dim, column.size), dtype)
+    dq_KND, dk_DB, dv_DB = lax.fori_loop(
         0, row.count, tile, (dq_KND, zeros, zeros)
     )
     if accumulator is not None:
-      accumulator = column.add(accumulator, (layer, head), j, (dk_BD, dv_BD))
+      windows = dk_DB.T, dv_DB.T
+      accumulator = column.add(accumulator, (layer, head), j, windows)
     return dq_KND, accumulator
 
   carry = jnp.zeros((heads, row.padded, head_dim), dtype), accumulator
@@ -222,7 +234,7 @@ def segment_backward(d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe):
     v_BD = tiling.read(v_KGSD, at, grid.column)
 
     def tile(i, carry):
-      dq, dk_BD, dv_BD = carry
+      dq, dk_DB, dv_DB = carry
       where = head, branch, i
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
           *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
@@ -230,14 +242,14 @@ def segment_backward(d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe):
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
-      return dq, dk_BD + dk_tile, dv_BD + dv_tile
+      return dq, dk_DB + dk_tile, dv_DB + dv_tile
 
-    zeros = jnp.zeros((grid.column, head_dim), dtype)
+    zeros = jnp.zeros((head_dim, grid.column), dtype)
     first = j * grid.rows_per_column  # rows above the diagonal see nothing
-    dq, dk_BD, dv_BD = lax.fori_loop(
+    dq, dk_DB, dv_DB = lax.fori_loop(
         first, grid.row_count, tile, (dq, zeros, zeros)
     )
-    return dq, tiling.write(dk, at, dk_BD), tiling.write(dv, at, dv_BD)
+    return dq, tiling.write(dk, at, dk_DB.T), tiling.write(dv, at, dv_DB.T)
 
   carry = (
       jnp.zeros(q_KGRTD.shape, dtype),

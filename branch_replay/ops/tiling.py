@@ -12,7 +12,7 @@ import jax.numpy as jnp
 # shared: larger tiles spill, smaller ones spend their time in dispatch. The
 # backward pass has three score-sized tiles alive, the forward pass one.
 FORWARD_ROWS, FORWARD_COLUMNS = 1536, 512
-BACKWARD_ROWS, BACKWARD_COLUMNS = 512, 256
+BACKWARD_ROWS, BACKWARD_COLUMNS = 1024, 512
 _VECTOR = 8  # sizes are multiples of a vector register of float32
 
 
