@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Redraws the README's tables from experiments/results.
+"""Redraws the tables of README and docs from experiments/results.
 
   python -m experiments.readme
 """
@@ -31,17 +31,57 @@ def comparison(results: dict) -> str:
   return head + "".join(lines)
 
 
+def plans(results: dict) -> str:
+  """Plans as a Markdown table, those that were compiled first."""
+  head = (
+      "| mode | trains | G | P | accumulator | planned | compiled "
+      "| longest P at 88 GiB |\n|---|---|---|---|---|---|---|---|\n"
+  )
+  rows = []
+  for plan in results["plans"]:
+    flags = plan["flags"]
+    rank = flags["adapter_rank"]
+    compiled = plan.get("compiled_bytes_per_device")
+    rows.append(
+        f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
+        f"| {plan['branches']} | {plan['prefix']:,} "
+        f"| {'–' if plan['mode'] == 'stop' else flags['accumulator_dtype']} "
+        f"| {plan['bytes_per_device']['total'] / 2**30:.1f} GiB "
+        f"| {f'{compiled / 2**30:.1f} GiB' if compiled else '–'} "
+        f"| {plan['longest_prefix']:,} |\n"
+    )
+  return head + "".join(rows)
+
+
+def rounding(results: dict) -> str:
+  """Errors of a bfloat16 accumulator as a Markdown table."""
+  head = "| chunks | relative error | worst parameter |\n|---|---|---|\n"
+  return head + "".join(
+      f"| {case['chunks']} | {case['relative_error']:.1e} "
+      f"| {case['worst_parameter']:.1e} |\n"
+      for case in results["cases"]
+  )
+
+
+_FORMS = {"plan": plans, "accumulator_error": rounding}
+
+
 def render(text: str) -> str:
   """The text with every marked table drawn from its result file."""
   def table(match):
     file = _ROOT / "experiments" / "results" / f"{match[1]}.json"
-    drawn = comparison(json.loads(file.read_text()))
+    form = _FORMS.get(match[1], comparison)
+    drawn = form(json.loads(file.read_text()))
     return f"<!-- table: {match[1]} -->\n{drawn}<!-- end -->"
 
   return _TABLE.sub(table, text)
 
 
+PAGES = ("README.md", "docs/planning.md")
+
+
 if __name__ == "__main__":
-  readme = _ROOT / "README.md"
-  readme.write_text(render(readme.read_text()))
-  print(f"Wrote {readme}")
+  for page in PAGES:
+    file = _ROOT / page
+    file.write_text(render(file.read_text()))
+    print(f"Wrote {file}")
