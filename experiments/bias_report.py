@@ -14,7 +14,7 @@ _PARTS = (
 _SHAPE = ("prompt_tokens", "tail_tokens", "branches", "advantages", "depth")
 
 
-def _spread(values) -> dict:
+def spread(values) -> dict:
   values = np.asarray(values, float)
   return {
       "mean": round(float(values.mean()), 4),
@@ -44,10 +44,10 @@ def summarize(cases: list[dict]) -> dict:
     row = dict(zip(_SHAPE, shape, strict=True))
     stops = [case["stop"] for case in members]
     for name in ("cosine", "relative_error", "norm_ratio"):
-      row[name] = _spread([stop[name] for stop in stops])
-    row["adam_cosine"] = _spread([c["stop_adam_cosine"] for c in members])
+      row[name] = spread([stop[name] for stop in stops])
+    row["adam_cosine"] = spread([c["stop_adam_cosine"] for c in members])
     row["per_matrix_cosine"] = {
-        name: _spread([stop["per_matrix_cosine"][name] for stop in stops])
+        name: spread([stop["per_matrix_cosine"][name] for stop in stops])
         for name in stops[0]["per_matrix_cosine"]
     }
     row["per_layer_cosine"] = {
@@ -64,7 +64,7 @@ def summarize(cases: list[dict]) -> dict:
         np.asarray(case["profile"]).reshape(16, -1).sum(axis=1)
         for case in members
     ]
-    row["share_of_two_largest_sixteenths"] = _spread(
+    row["share_of_two_largest_sixteenths"] = spread(
         [np.sort(share)[-2:].sum() for share in sixteenths]
     )
     rows.append(row)
@@ -79,11 +79,11 @@ def summarize(cases: list[dict]) -> dict:
               **dict(zip(_SHAPE, at[:5], strict=True)),
               "law": at[5], "budget": at[6],
               **{
-                  name: _spread([one[name] for one, _ in members])
+                  name: spread([one[name] for one, _ in members])
                   for name in (
                       "cosine", "relative_error", "norm_ratio", "chunks_run")
               },
-              "stop_relative_error": _spread(
+              "stop_relative_error": spread(
                   [stop["relative_error"] for _, stop in members]
               ),
               "closer_than_stop": round(float(np.mean([

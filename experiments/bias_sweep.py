@@ -133,7 +133,7 @@ class Study:
     self._model, self._schedule = model, schedule
     self.visit = jax.jit(self._visit)
     self.finish = jax.jit(self._finish, static_argnums=0)
-    self.moments = jax.jit(_moments)
+    self.moments = jax.jit(moments)
 
   def task(self, group, mode, sampling=chunk_sampling.Sampling()):
     return prefix_replay.make_task(
@@ -162,7 +162,7 @@ class Study:
     )
 
 
-def _moments(gradient, reference):
+def moments(gradient, reference):
   """Dot products g·r, g·g, r·r of every matrix, one a layer."""
   def dots(path, g, r):
     layered = path[0].key == "layers"
@@ -174,28 +174,28 @@ def _moments(gradient, reference):
   return jax.tree_util.tree_map_with_path(dots, gradient, reference)
 
 
-def distance(moments) -> dict:
+def distance(dots) -> dict:
   """Cosine, relative error and norm ratio, whole, by matrix and by layer."""
-  moments = {
+  dots = {
       name: leaf.astype(np.float64).reshape(3, -1)
-      for name, leaf in compare.named(moments).items()
+      for name, leaf in compare.named(dots).items()
   }
 
   def cosine(gr, gg, rr):
     return float(gr / np.sqrt(max(gg * rr, 1e-300)))
 
-  gr, gg, rr = sum(leaf.sum(axis=1) for leaf in moments.values())
+  gr, gg, rr = sum(leaf.sum(axis=1) for leaf in dots.values())
   return {
       "cosine": cosine(gr, gg, rr),
       "relative_error": float(np.sqrt(max(gg - 2 * gr + rr, 0) / rr)),
       "norm_ratio": float(np.sqrt(gg / rr)),
       "per_matrix_cosine": {
           name: round(cosine(*leaf.sum(axis=1)), 4)
-          for name, leaf in moments.items()
+          for name, leaf in dots.items()
       },
       "per_layer_cosine": {
           name: [round(cosine(*layer), 4) for layer in leaf.T]
-          for name, leaf in moments.items()
+          for name, leaf in dots.items()
           if leaf.shape[1] > 1 and name.endswith("kernel")
       },
   }
@@ -218,7 +218,7 @@ def profile(accumulator, length: int) -> list[float]:
   return [round(float(part.sum()) / total, 6) for part in bins]
 
 
-def _draw_key(case: Case):
+def draw_key(case: Case):
   """A key of its own for every case: shared draws would be shared luck."""
   key = jax.random.key(case.seed + 1)
   depth = 0 if case.depth is None else 1 + int(100 * case.depth)
@@ -243,17 +243,22 @@ def estimators(config, case: Case):
       yield br.Sampling(chunks=budget, law=law)
 
 
+def check_chunks(config, group: br.Group, parts: Study) -> None:
+  """Raises ValueError unless the prompt makes as many chunks as asked for."""
+  count = parts.task(group, "exact").chunks(group.prompt.shape[0] - 1).count
+  if count != config.chunks:
+    raise ValueError(
+        f"A prompt of {int(group.prompt_length)} tokens makes {count} chunks, "
+        f"not {config.chunks}: take a multiple of {config.chunks}."
+    )
+
+
 def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   """Everything that is measured on one case."""
   params = pretrained.params
   group, advantages_G, rewards_G = group_of(pretrained, case, texts)
+  check_chunks(config, group, parts)
   length = int(group.prompt_length) - 1
-  count = parts.task(group, "exact").chunks(group.prompt.shape[0] - 1).count
-  if count != config.chunks:
-    raise ValueError(
-        f"A prompt of {case.prompt_tokens} tokens makes {count} chunks, not "
-        f"{config.chunks}: take a multiple of {config.chunks}."
-    )
   result = dataclasses.asdict(case) | {
       "rewards": [round(float(r), 4) for r in rewards_G], "estimators": []
   }
@@ -272,7 +277,7 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   result["stop"] = distance(parts.moments(stop, exact))
   update = parts.moments(_adam_update(stop), _adam_update(exact))
   result["stop_adam_cosine"] = distance(update)["cosine"]
-  uniform_N = chunk_sampling.uniforms(_draw_key(case), config.chunks)
+  uniform_N = chunk_sampling.uniforms(draw_key(case), config.chunks)
   for sampling in estimators(config, case):
     task = parts.task(group, "sampled", sampling)
     gradient, _, report = finish(task, uniform_N=uniform_N)
