@@ -41,6 +41,10 @@ smoke: $(READY)
 	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_tiny.py
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_tiny.py
 	$(BIN)/python -m experiments.peers --config=configs/peers_tiny.py
+	$(BIN)/python -m experiments.bias_batch \
+	  --config=configs/bias_batch_tiny.py
+	$(BIN)/python -m experiments.bias_training \
+	  --config=configs/bias_training_tiny.py
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

@@ -20,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "model": "smollm2",
       "documents": 5,
-      "seeds": 8,  # of every document: documents · seeds groups
+      "seeds": 5,  # of every document: documents · seeds groups
       "prompt_tokens": 512,
       "tail_tokens": 32,
       "branches": 4,
@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
       "advantages": "words",
       "chunks": 16,
       "estimators": {"importance": 16 / 3, "top": 4.0, "uniform": 16 / 3},
-      "counts": (1, 2, 4, 8, 16, 32),  # compared after so many, and after all
+      "counts": (1, 2, 4, 8, 16),  # compared after so many, and after all
       "b1": 0.9,
       "b2": 0.999,
       "eps": 1e-8,

@@ -115,7 +115,7 @@ def test_the_batch_study_writes_what_it_promises(tmp_path, monkeypatch, capsys):
     "change,message",
     [
         ({"advantages": "fact"}, "Unknown advantages='fact'"),
-        ({"prompt_tokens": 250}, "chunks, not 16: take a multiple of 16"),
+        ({"prompt_tokens": 100}, "chunks, not 16: take a multiple of 16"),
         ({"estimators": {"best": 3.0}}, "Unknown law 'best'"),
     ],
 )
