@@ -284,6 +284,7 @@ def draw(results: dict, path: pathlib.Path) -> None:
           marker="o", label=name,
       )
     axis.set_xscale("log", base=2)
+    axis.set_xticks(counts, counts)
     axis.set_xlabel("groups added")
     axis.set_title(title, fontsize=10)
   axes[1, 1].plot(
