@@ -44,8 +44,6 @@ def get_config() -> ml_collections.ConfigDict:
       "branches": 4,
       "advantages": "random",
       "chunks": 16,
-      "budgets": (16 / 3,),
-      "budget_seeds": 3,
-      "draws": 1,
-      "top": (4,),
+      "budgets": (),  # of chunks, beside a third of them
+      "budget_shapes": (),
   })

@@ -26,7 +26,6 @@ def get_config() -> ml_collections.ConfigDict:
       "prompt_tokens": 256,
       "tail_tokens": 8,
       "branches": 2,
-      "budget_seeds": 2,
   })
   config.model.update({
       "width": 32, "num_layers": 2, "head_dim": 8, "ffn_width": 48,

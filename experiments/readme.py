@@ -8,9 +8,10 @@
 import json
 import pathlib
 import re
+import statistics
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+_TABLE = re.compile(r"<!-- table: ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def comparison(results: dict) -> str:
@@ -63,13 +64,58 @@ def rounding(results: dict) -> str:
   )
 
 
-_FORMS = {"plan": plans, "accumulator_error": rounding}
+def groups(results: dict) -> str:
+  """Estimators on single groups, mean, spread and extremes."""
+  head = (
+      "| estimator | chunks of 16 | relative error | range | cosine |\n"
+      "|---|---|---|---|---|\n"
+  )
+  chunks = {"stop": 0.0} | results["config"]["estimators"]
+  rows = []
+  for name, expected in chunks.items():
+    far = [group["estimators"][name] for group in results["groups"]
+           if not group.get("dead")]
+    errors = [one["relative_error"] for one in far]
+    cosines = [one["cosine"] for one in far]
+    rows.append(
+        f"| {name} | {expected:.1f} | {statistics.mean(errors):.2f} "
+        f"± {statistics.stdev(errors):.2f} | {min(errors):.2f} to "
+        f"{max(errors):.2f} | {statistics.mean(cosines):.2f} "
+        f"± {statistics.stdev(cosines):.2f} |\n"
+    )
+  return head + "".join(rows)
+
+
+def sums(results: dict) -> str:
+  """Estimators on sums of groups: relative error, cosine of Adam."""
+  names = ["stop", *results["config"]["estimators"]]
+  head = (
+      f"| groups | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
+  )
+  return head + "".join(
+      f"| {row['n']} | " + " | ".join(
+          f"{row['estimators'][name]['relative_error']:.2f}, "
+          f"{row['estimators'][name]['adam_cosine']:.2f}"
+          for name in names
+      ) + " |\n"
+      for row in results["sums"]
+  )
+
+
+# Of a table's name, the part before a dot is its result file.
+_FORMS = {
+    "plan": plans,
+    "accumulator_error": rounding,
+    "bias_batch.groups": groups,
+    "bias_batch.sums": sums,
+}
 
 
 def render(text: str) -> str:
   """The text with every marked table drawn from its result file."""
   def table(match):
-    file = _ROOT / "experiments" / "results" / f"{match[1]}.json"
+    name = match[1].split(".")[0]
+    file = _ROOT / "experiments" / "results" / f"{name}.json"
     form = _FORMS.get(match[1], comparison)
     drawn = form(json.loads(file.read_text()))
     return f"<!-- table: {match[1]} -->\n{drawn}<!-- end -->"
@@ -77,7 +123,7 @@ def render(text: str) -> str:
   return _TABLE.sub(table, text)
 
 
-PAGES = ("README.md", "docs/planning.md")
+PAGES = ("README.md", "docs/planning.md", "docs/bias.md")
 
 
 if __name__ == "__main__":
