@@ -38,6 +38,7 @@ smoke: $(READY)
 	  --config=configs/compare_tiny.py
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_tiny.py --devices=8 --workdir=runs/tiny_devices
+	$(BIN)/python -m experiments.long_run --config=configs/long_run_tiny.py
 	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_tiny.py
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_tiny.py
 	$(BIN)/python -m experiments.peers --config=configs/peers_tiny.py
