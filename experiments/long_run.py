@@ -21,7 +21,6 @@ from branch_replay import sharding
 from experiments import cli
 from experiments import record
 
-
 # Virtual devices of one machine take turns: without these, XLA ends a process
 # whose devices wait for each other longer than forty seconds.
 _PATIENCE = (
