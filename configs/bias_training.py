@@ -9,7 +9,7 @@ to the end of training?
 
   python -m experiments.bias_training --config=configs/bias_training.py
 
-Cost: about ten minutes on two cores.
+Cost: about a quarter of an hour on two cores.
 """
 
 import ml_collections

@@ -310,6 +310,7 @@ def draw(results: dict, path: pathlib.Path) -> None:
             label=name if seed == seeds[0] else None,
         )
     axis.set_xscale("symlog", linthresh=30)
+    axis.set_xticks(results["config"]["steps"], results["config"]["steps"])
     axis.set_xlabel("training step (a line a training seed)")
     axis.set_title(title, fontsize=10)
     axis.legend(fontsize=8)
