@@ -37,8 +37,9 @@ def get_config() -> ml_collections.ConfigDict:
       "retrieval": ((1024, 32, 8, 1),),
       "depths": (0.1, 0.5, 0.9),
       "chunks": 16,
-      # Every case: each law at a third of the chunks. The cases of the first
-      # seed of these shapes: other budgets too.
-      "budgets": (2.0, 4.0, 8.0),
+      # Every case: importance and uniform at a third of the chunks, and so many
+      # of the largest. The first seed of these shapes: other budgets too.
+      "top": 4,
+      "budgets": (2, 8),
       "budget_shapes": ((512, 32, 4, "random"), (2048, 32, 4, "random")),
   })

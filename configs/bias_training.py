@@ -44,6 +44,7 @@ def get_config() -> ml_collections.ConfigDict:
       "branches": 4,
       "advantages": "random",
       "chunks": 16,
-      "budgets": (),  # of chunks, beside a third of them
+      "top": 4,
+      "budgets": (),
       "budget_shapes": (),
   })

@@ -232,15 +232,14 @@ def estimators(config, case: Case):
   """The estimators studied on a case."""
   if case.prompt_tokens < 16 * config.chunks:
     return
-  budgets = [config.chunks / 3]
+  for law in ("importance", "uniform"):
+    yield br.Sampling(chunks=config.chunks / 3, law=law)
+  yield br.Sampling(chunks=float(config.top), law="top")
   shape = dataclasses.astuple(case)[2:6]
   if case.seed == 0 and shape in map(tuple, config.budget_shapes):
-    budgets += config.budgets
-  for budget in budgets:
-    for law in ("importance", "uniform", "top"):
-      if law == "top":
-        budget = float(int(budget))
-      yield br.Sampling(chunks=budget, law=law)
+    for budget in config.budgets:
+      for law in ("importance", "uniform", "top"):
+        yield br.Sampling(chunks=float(budget), law=law)
 
 
 def check_chunks(config, group: br.Group, parts: Study) -> None:

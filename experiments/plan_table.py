@@ -36,11 +36,9 @@ _COMPILED = (
     dict(prefix=262144),
     dict(prefix=262144, accumulator_dtype="float32"),
 )
+# What does not fit at this length is planned and not compiled.
 _PLANNED = tuple(
-    dict(mode=mode, accumulator_dtype=dtype, adapter_rank=rank, compile=False)
-    for mode, dtype in (
-        ("exact", "bfloat16"), ("exact", "float32"), ("stop", "bfloat16")
-    )
+    dict(accumulator_dtype="float32", adapter_rank=rank, compile=False)
     for rank in (0, 16)
 )
 

@@ -102,12 +102,45 @@ def sums(results: dict) -> str:
   )
 
 
+def training(results: dict) -> str:
+  """The bias in a model that is trained, means over training seeds."""
+  head = (
+      "| step | nats a byte | stop: cosine | stop | importance | uniform | top "
+      "| first 1/16 | last 1/16 |\n|---|---|---|---|---|---|---|---|---|\n"
+  )
+  rows = []
+  for step in results["config"]["steps"]:
+    records = [r for r in results["records"] if r["step"] == step]
+
+    def mean(value, records=records):
+      return statistics.mean(value(record) for record in records)
+
+    def error(law, mean=mean):
+      return mean(lambda record: next(
+          one["relative_error"]["mean"] for one in record["estimators"]
+          if one["law"] == law
+      ))
+
+    rows.append(
+        f"| {step} | {mean(lambda r: r['validation_loss']):.2f} "
+        f"| {mean(lambda r: r['stop']['cosine']['mean']):.2f} "
+        f"| {mean(lambda r: r['stop']['relative_error']['mean']):.2f} | "
+        + " | ".join(
+            f"{error(law):.2f}" for law in ("importance", "uniform", "top")
+        )
+        + f" | {mean(lambda r: r['shares']['profile']['first']['mean']):.2f} "
+        f"| {mean(lambda r: r['shares']['profile']['last']['mean']):.2f} |\n"
+    )
+  return head + "".join(rows)
+
+
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
     "accumulator_error": rounding,
     "bias_batch.groups": groups,
     "bias_batch.sums": sums,
+    "bias_training": training,
 }
 
 
