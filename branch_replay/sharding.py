@@ -50,14 +50,18 @@ class Sharded(Layout):
     return self.mesh.size
 
   def over(self, function, ins, outs, grads_like=None):
-    def run(*args):
-      def out_specs(kind):
-        if isinstance(kind, tuple):
-          return tuple(map(out_specs, kind))
-        return self._specs(kind, grads_like)
+    def out_specs(kind):
+      if isinstance(kind, tuple):
+        return tuple(map(out_specs, kind))
+      return self._specs(kind, grads_like)
 
+    def run(*args):
+      in_specs = tuple(
+          PartitionSpec() if arg is None else self._specs(kind, arg)
+          for kind, arg in zip(ins, args, strict=True)
+      )
       return jax.shard_map(
-          function, mesh=self.mesh, in_specs=tuple(map(self._specs, ins, args)),
+          function, mesh=self.mesh, in_specs=in_specs,
           out_specs=out_specs(outs), check_vma=False,
       )(*args)
 
@@ -69,7 +73,7 @@ class Sharded(Layout):
       return self.param_specs(value)
     if kind == "mixer":
       return stripes, stripes
-    if kind == "all" or (kind == "state" and value is None):
+    if kind == "all":
       return whole
     return state_lib.PrefixState(
         (stripes, stripes), whole, whole, whole, None, self.devices

@@ -163,7 +163,8 @@ def test_on_policy_the_first_step_is_reinforce():
 class ActorCritic:
   """Log-prob, entropy, and the value of a linear head in the tree."""
 
-  def __call__(self, model, params, hidden_NM, targets_N):
+  def __call__(self, model, params, hidden_NM, targets_N, layout=None):
+    del layout
     own = {name: x for name, x in params.items() if name != "value"}
     table_VM = model.apply({"params": own}, method="head_table")
     logits_NV = hidden_NM @ table_VM.T
