@@ -49,10 +49,12 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
   decay_N = jnp.exp(top_N - shift_N)
   # Sums of rows by a matrix product: XLA for CPU reduces rows number by number,
   # and would compute every exponential a second time to do so.
+  # Accelerators would round the summands of a product unless told not to.
   ones_B1 = jnp.ones((v_BD.shape[0], 1), dtype)
+  sums_N = lax.dot(probs, ones_B1, precision=lax.Precision.HIGHEST)[:, 0]
   return (
       new_top_N,
-      total_N * decay_N + _dot(probs, ones_B1, (1, 0), dtype)[:, 0],
+      total_N * decay_N + sums_N,
       weighted_ND * decay_N[:, None]
       + _dot(probs.astype(v_BD.dtype), v_BD, (1, 0), dtype),
   )
