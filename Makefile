@@ -1,5 +1,6 @@
 # make compare   the main job: branch replay on a real model, measured
 # make test      the test suite
+# make train-tiny a small model learns retrieval by reward; ten minutes
 # make bench     one gradient over a grid of shapes, timed; hours
 # make peers     the same gradient by other systems, side by side; hours
 # All build the virtual environment when it is missing; peers builds a second
@@ -13,7 +14,7 @@ VENV_PEERS := .venv-peers
 READY_PEERS := $(VENV_PEERS)/.ready
 PEERS ?=
 
-.PHONY: compare test bench peers lint smoke clean
+.PHONY: compare test train-tiny bench peers lint smoke clean
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
@@ -21,6 +22,9 @@ compare: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+train-tiny: $(READY)
+	$(BIN)/python -m experiments.train --config=configs/train_tiny.py
 
 bench: $(READY)
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py

@@ -30,6 +30,7 @@ setuptools.setup(
         "optax",
         "orbax-checkpoint",
         "safetensors",
+        "tensorboardX",
         "tensorflow-datasets",
         "tokenizers",
         "tqdm",

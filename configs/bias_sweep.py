@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
           (512, 32, 4, "random", 5),
           (1024, 32, 4, "random", 1),
           (2048, 32, 4, "random", 2),
-          (512, 32, 4, "words", 5),
+          (512, 32, 4, "words", 1),
           (512, 16, 4, "random", 1),
           (512, 128, 4, "random", 1),
           (512, 32, 2, "random", 1),

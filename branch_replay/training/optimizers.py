@@ -1,6 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers are optax's; here is what it does not have."""
+"""Optimizers are optax's; here is what it does not have, and one to begin with.
+"""
+
+from typing import Literal
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +41,68 @@ def with_state_dtype(
     return updates, cast(state, lambda _: dtype)
 
   return optax.GradientTransformation(init, update)
+
+
+Decay = Literal["constant", "linear", "cosine"]
+
+
+def schedule(
+    learning_rate: float, *, updates: int, warmup: int = 0,
+    decay: Decay = "constant",
+) -> optax.Schedule:
+  """Learning rate by update: up along a line, then as `decay` says.
+
+  Args:
+    learning_rate: the highest.
+    updates: of the whole run.
+    warmup: updates until it is reached.
+    decay: "constant", or "linear" or "cosine" to a tenth at the end.
+
+  Returns:
+    An optax schedule.
+
+  Raises:
+    ValueError: a rate that is not positive, a warmup longer than the run, or an
+      unknown decay.
+  """
+  if not learning_rate > 0:
+    raise ValueError(f"learning_rate must be > 0, not {learning_rate}.")
+  if not 0 <= warmup <= updates:
+    raise ValueError(f"warmup={warmup} must lie in 0 to updates={updates}.")
+  if decay not in get_args(Decay):
+    raise ValueError(
+        f"Unknown decay={decay!r}: use one of {', '.join(get_args(Decay))}."
+    )
+  rest = max(1, updates - warmup)
+  falling = {
+      "constant": optax.constant_schedule(learning_rate),
+      "linear": optax.linear_schedule(learning_rate, learning_rate / 10, rest),
+      "cosine": optax.cosine_decay_schedule(learning_rate, rest, alpha=0.1),
+  }[decay]
+  if not warmup:
+    return falling
+  # The first update is not lost to a rate of 0.
+  rising = optax.linear_schedule(learning_rate / warmup, learning_rate, warmup)
+  return optax.join_schedules([rising, falling], [warmup])
+
+
+def adamw(
+    rate: optax.Schedule, *, b1: float = 0.9, b2: float = 0.99,
+    weight_decay: float = 0.0, clip_norm: float | None = 1.0,
+) -> optax.GradientTransformation:
+  """AdamW after clipping by the global norm.
+
+  Args:
+    rate: learning rate by update.
+    b1: β₁.
+    b2: β₂.
+    weight_decay: decoupled.
+    clip_norm: greatest norm of the gradient; None for any.
+
+  Returns:
+    The optimizer.
+  """
+  adam = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
+  if clip_norm is None:
+    return adam
+  return optax.chain(optax.clip_by_global_norm(clip_norm), adam)

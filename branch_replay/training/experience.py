@@ -1,0 +1,228 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experience: answers of one prompt, sampled or given, as learning sees them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+from typing import Literal
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import group as group_lib
+from branch_replay import prefix
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.rl import advantages
+from branch_replay.rollout import sample as sample_lib
+from branch_replay.schedule import Schedule
+from branch_replay.tasks import task as task_lib
+
+Hold = Literal["nothing", "state", "activations"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+  """How answers are sampled.
+
+  Attributes:
+    branches: G, answers to every prompt.
+    max_tokens: T, the most tokens of an answer.
+    law: temperature and truncation. Training needs a temperature above 0 and
+      no truncation: the ratio of a policy to a truncated one is never 1.
+    hold: what is held from sampling to learning: the captured "state", with
+      the prefix's "activations" too, so that the prefix pass does not run it
+      again, or "nothing", which captures once more and has the memory of one
+      state however many prompts a step has.
+  """
+
+  branches: int
+  max_tokens: int
+  law: sample_lib.Law = sample_lib.Law()
+  hold: Hold = "state"
+
+  def __post_init__(self):
+    if self.branches < 1 or self.max_tokens < 1:
+      raise ValueError(
+          f"branches={self.branches} and max_tokens={self.max_tokens} must be "
+          "at least 1."
+      )
+    if self.hold not in get_args(Hold):
+      raise ValueError(
+          f"Unknown hold={self.hold!r}: use one of {', '.join(get_args(Hold))}."
+      )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experience:
+  """One prompt, its answers, and what they earned.
+
+  Attributes:
+    id: of the example.
+    group: prompt and answers, tails [G, T].
+    log_probs: f32[G, T], of the sampler at its temperature.
+    rewards: f32[G].
+    finished: bool[G], whether a stop id ended the answer.
+    state: the captured prefix, if it is held.
+  """
+
+  id: str
+  group: group_lib.Group
+  log_probs: np.ndarray
+  rewards: np.ndarray
+  finished: np.ndarray
+  state: state_lib.PrefixState | None = None
+
+
+def collect(
+    model: decoder.Decoder,
+    params,
+    task: task_lib.Task,
+    example: task_lib.Example,
+    rollouts: Rollouts,
+    *,
+    key,
+    version: int,
+    schedule: Schedule = Schedule(),
+) -> Experience:
+  """Samples answers to one prompt and asks the task what they are worth.
+
+  Args:
+    model: the decoder.
+    params: its parameters, on one device.
+    task: whose stop ids end an answer.
+    example: what is asked.
+    rollouts: how it is answered.
+    key: a PRNG key of this prompt and step.
+    version: u32 that stands for these parameters.
+    schedule: of the capture.
+
+  Returns:
+    The experience.
+
+  Raises:
+    ValueError: a prompt that the model cannot run, or a reward that is none.
+  """
+  prompt = group_lib.Group.create(
+      example.prompt_ids, [[]], config=model.config
+  )
+  state = prefix.capture(
+      model, params, prompt, keep=rollouts.hold == "activations",
+      schedule=schedule, version=version,
+  )
+  rollout = sample_lib.sample(
+      model, params, example.prompt_ids, key=key, branches=rollouts.branches,
+      max_tokens=rollouts.max_tokens, law=rollouts.law,
+      stop_ids=task.stop_ids, state=state, version=version,
+  )
+  tokens, lengths, log_probs, finished = jax.device_get(
+      (rollout.tokens, rollout.lengths, rollout.log_probs, rollout.finished)
+  )
+  # By way of the host: learning may run on other devices.
+  group = dataclasses.replace(
+      prompt, tails=jnp.asarray(tokens), tail_lengths=jnp.asarray(lengths)
+  )
+  rewards = advantages.check_rewards(
+      [
+          task.reward(example, row[:length])
+          for row, length in zip(tokens, lengths, strict=True)
+      ],
+      (rollouts.branches,),
+  )
+  return Experience(
+      example.id, group, log_probs, rewards.astype(np.float32), finished,
+      None if rollouts.hold == "nothing" else state,
+  )
+
+
+def recapture(
+    model: decoder.Decoder,
+    params,
+    one: Experience,
+    rollouts: Rollouts,
+    *,
+    version: int,
+    schedule: Schedule = Schedule(),
+) -> Experience:
+  """The experience with the state of its prompt under other parameters."""
+  state = prefix.capture(
+      model, params, one.group, keep=rollouts.hold == "activations",
+      schedule=schedule, version=version,
+  )
+  return dataclasses.replace(one, state=state)
+
+
+def given(
+    model: decoder.Decoder, example: task_lib.Example, *, width: int
+) -> Experience:
+  """The example's own answer as the only one, to be learnt from.
+
+  Args:
+    model: the decoder.
+    example: with an answer of at most `width` tokens.
+    width: T, so that a batch has one shape.
+
+  Returns:
+    The experience, its reward 1.
+
+  Raises:
+    ValueError: a longer answer.
+  """
+  answer = np.asarray(example.answer_ids)
+  if answer.size > width:
+    raise ValueError(
+        f"The answer of {example.id!r} has {answer.size} tokens and max_tokens="
+        f"{width}: raise max_tokens."
+    )
+  group = group_lib.Group.create(
+      example.prompt_ids, [answer], config=model.config
+  )
+  tails = np.zeros((1, width), np.int32)
+  tails[0, : answer.size] = answer
+  return Experience(
+      example.id, dataclasses.replace(group, tails=jnp.asarray(tails)),
+      np.zeros((1, width), np.float32), np.ones(1, np.float32),
+      np.ones(1, bool),
+  )
+
+
+def width(batch: Sequence[Experience]) -> int:
+  """T that the answers of a batch share: the bucket of the longest."""
+  longest = max(int(np.max(one.group.tail_lengths)) for one in batch)
+  room = batch[0].group.tails.shape[1]
+  return min(room, max(1, group_lib.bucket(longest)))
+
+
+def trim(one: Experience, tokens: int) -> Experience:
+  """The experience with T cut to `tokens`, which hold all its answers."""
+  tails = one.group.tails[:, :tokens]
+  return dataclasses.replace(
+      one, group=dataclasses.replace(one.group, tails=tails),
+      log_probs=one.log_probs[:, :tokens],
+  )
+
+
+def take(one: Experience, rows: np.ndarray, arrays: Any = ()):
+  """The experience with the answers at `rows`, in this order.
+
+  Args:
+    one: the experience.
+    rows: i[G'], places of answers.
+    arrays: a pytree with leading axis G, taken alike.
+
+  Returns:
+    The experience, and the arrays.
+  """
+  group = dataclasses.replace(
+      one.group, tails=one.group.tails[rows],
+      tail_lengths=one.group.tail_lengths[rows],
+  )
+  taken = dataclasses.replace(
+      one, group=group, log_probs=one.log_probs[rows],
+      rewards=one.rewards[rows], finished=one.finished[rows],
+  )
+  return taken, jax.tree.map(lambda x: x[rows], arrays)

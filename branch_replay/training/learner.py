@@ -1,0 +1,224 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a batch of experience to one update, a group's gradient at a time.
+
+The states that sampling left behind are replayed as long as their parameters
+are those of now; after an update they are captured anew, or knowingly replayed
+stale, which is an approximation to be studied.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from branch_replay import adapters
+from branch_replay import prefix_replay
+from branch_replay.chunk_sampling import Sampling
+from branch_replay.models import decoder
+from branch_replay.rl import objectives
+from branch_replay.schedule import Schedule
+from branch_replay.training import algorithms
+from branch_replay.training import experience as experience_lib
+from branch_replay.training import step as step_lib
+
+
+class Update(NamedTuple):
+  """What one update did.
+
+  Attributes:
+    train_state: after it.
+    loss: of the batch before it.
+    grad_norm: of its gradient, before any clipping.
+    report: of the algorithm, before the update.
+  """
+
+  train_state: step_lib.TrainState
+  loss: jax.Array
+  grad_norm: jax.Array
+  report: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+  """An algorithm with everything that turns its loss into an update.
+
+  Attributes:
+    model: the decoder.
+    algorithm: see `algorithms`.
+    optimizer: of the trained parameters.
+    prefix_gradient: as in `prefix_replay.replay`.
+    sampling: of "sampled".
+    schedule: sizes, policies and layout.
+    trainable: "all" or "adapters".
+  """
+
+  model: decoder.Decoder
+  algorithm: algorithms.Algorithm
+  optimizer: optax.GradientTransformation
+  prefix_gradient: str = "exact"
+  sampling: Sampling = Sampling()
+  schedule: Schedule = Schedule()
+  trainable: adapters.Trainable = "all"
+
+  @functools.cached_property
+  def _gradient(self):
+    return prefix_replay.value_and_grad(
+        self.model, self.algorithm.loss, readout=self.algorithm.readout,
+        prefix_gradient=self.prefix_gradient, sampling=self.sampling,
+        schedule=self.schedule, trainable=self.trainable,
+    )
+
+  @functools.cached_property
+  def _linear(self):
+    """The second of two passes, for losses that need a whole group at once."""
+    return prefix_replay.value_and_grad(
+        self.model, objectives.linear, readout=self.algorithm.readout,
+        prefix_gradient=self.prefix_gradient, schedule=self.schedule,
+        trainable=self.trainable,
+    )
+
+  @functools.cached_property
+  def _pull(self):
+    return jax.jit(jax.value_and_grad(self.algorithm.loss))
+
+  def gradient(self, params, one, args, *, version, key, stale=False):
+    """Loss, outputs and gradient of one group.
+
+    Where branches are run one by one ("full") and the loss needs pairs of them,
+    log-probs come first, and then the gradient of their linear combination.
+
+    Args:
+      params: parameters.
+      one: an experience; a state that it holds is replayed.
+      args: of the loss, with leading axis G.
+      version: of these parameters.
+      key: a PRNG key, for "sampled".
+      stale: accept a state that was captured under other parameters.
+    """
+    if self.prefix_gradient == "full":
+      if isinstance(self.algorithm, algorithms.Preference):
+        outputs = prefix_replay.replay(
+            self.model, params, one.group, readout=self.algorithm.readout,
+            prefix_gradient="full", schedule=self.schedule,
+        )
+        loss, coefficients = self._pull(outputs, *args)
+        _, grads = self._linear(params, one.group, coefficients)
+        return loss, outputs, grads
+      one = dataclasses.replace(one, state=None)
+    evaluation, grads = self._gradient(
+        params, one.group, *args, state=one.state, key=key, allow_stale=stale,
+        version=None if one.state is None else version,
+    )
+    return evaluation.loss, evaluation.outputs, grads
+
+  @functools.cached_property
+  def _apply(self):
+    def apply(train_state, grads):
+      train_state, norm = step_lib.update(self.optimizer, train_state, grads)
+      where = step_lib.shardings(
+          train_state.params, self.optimizer, trainable=self.trainable,
+          layout=self.schedule.layout,
+      )
+      if where is not None:
+        train_state = jax.lax.with_sharding_constraint(train_state, where)
+      return train_state, norm
+
+    return jax.jit(apply, donate_argnums=0)
+
+  @functools.cached_property
+  def _report(self):
+    return jax.jit(self.algorithm.report)
+
+  def know(
+      self, params, batch: Sequence[experience_lib.Experience], *, version: int,
+      reference=None,
+  ) -> list[algorithms.Known]:
+    """What the algorithm needs of every experience before the first update.
+
+    Args:
+      params: those that sampled.
+      batch: experiences.
+      version: of `params`.
+      reference: parameters of the reference policy, if there is one.
+
+    Returns:
+      One `Known` an experience.
+    """
+    def outputs(params, one, state):
+      return prefix_replay.replay(
+          self.model, params, one.group, readout=self.algorithm.readout,
+          prefix_gradient="stop", schedule=self.schedule, state=state,
+          version=None if state is None else version,
+      )
+
+    known = []
+    for one in batch:
+      of_reference = mine = None
+      if self.algorithm.needs_reference:
+        of_reference = outputs(reference, one, None)
+        if self.algorithm.needs_outputs:
+          of_reference = of_reference.log_probs
+      if self.algorithm.needs_outputs:
+        mine = outputs(params, one, one.state)
+      known.append(algorithms.Known(of_reference, mine))
+    return known
+
+  def update(
+      self,
+      train_state: step_lib.TrainState,
+      batch: Sequence[experience_lib.Experience],
+      known: Sequence[algorithms.Known],
+      *,
+      version: int,
+      key,
+      stale: bool = False,
+  ) -> Update:
+    """One update from the gradients of all groups of a batch.
+
+    Args:
+      train_state: before; it is donated.
+      batch: experiences of one shape; a state that one holds is replayed.
+      known: of `know`, of the same experiences.
+      version: of these parameters.
+      key: a PRNG key of this update, for "sampled".
+      stale: accept states that were captured under other parameters.
+
+    Returns:
+      The update.
+    """
+    batch, args = self.algorithm.prepare(batch, _joined(known))
+    grads, outputs, loss = None, [], 0.0
+    for place, one in enumerate(batch):
+      value, read, more = self.gradient(
+          train_state.params, one,
+          jax.tree.map(lambda x, place=place: x[place], args),
+          version=version, key=jax.random.fold_in(key, place), stale=stale,
+      )
+      grads = more if grads is None else _add(grads, more)
+      outputs.append(read)
+      loss += value
+    report = self._report(
+        jax.tree.map(lambda *x: jnp.stack(x), *outputs),
+        algorithms.log_probs(batch), args,
+    )
+    train_state, norm = self._apply(train_state, grads)
+    return Update(train_state, loss, norm, report)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(grads, more):
+  return jax.tree.map(jnp.add, grads, more)
+
+
+def _joined(known: Sequence[algorithms.Known]) -> algorithms.Known:
+  """One `Known` of lists instead of a list of them."""
+  def column(values: list[Any]):
+    return None if values[0] is None else values
+
+  return algorithms.Known(*(column(list(x)) for x in zip(*known, strict=True)))

@@ -1,0 +1,264 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run: phases one after the other, with evaluation, log and checkpoints.
+
+Every random number is a function of the seed and the step, and a checkpoint
+holds all that a step depends on. A run that was stopped, by a signal or by
+force, goes on from its latest checkpoint and ends with the same parameters, bit
+for bit, as one that was not.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import pathlib
+import signal
+import threading
+from typing import Any
+
+import jax
+import tqdm
+
+from branch_replay.models import decoder
+from branch_replay.tasks import task as task_lib
+from branch_replay.training import actor_critic
+from branch_replay.training import algorithms
+from branch_replay.training import checkpoints as checkpoints_lib
+from branch_replay.training import experience
+from branch_replay.training import metrics
+from branch_replay.training import phases as phases_lib
+from branch_replay.training import step as step_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """Held-out prompts, asked now and then.
+
+  Attributes:
+    task: prompts and rewards.
+    rollouts: how they are answered.
+    split: of the task.
+    prompts: how many of the split's first ones.
+    every: steps from one evaluation to the next; the last step of a phase is
+      always evaluated, and the parameters before the first step are too.
+  """
+
+  task: task_lib.Task
+  rollouts: experience.Rollouts
+  split: str
+  prompts: int
+  every: int
+
+  def __post_init__(self):
+    there = len(self.task.split(self.split))
+    if not 1 <= self.prompts <= there or self.every < 1:
+      raise ValueError(
+          f"prompts={self.prompts} of {there} in {self.split!r}, every="
+          f"{self.every}: at least 1 of each, and no more than there are."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What is trained, how, and for how long.
+
+  Attributes:
+    model: the decoder.
+    phases: in their order; all train the same parameters.
+    evaluation: of held-out prompts.
+    seed: of everything that is drawn.
+    checkpoint_every: steps from one checkpoint to the next; the last step of
+      the run is always saved.
+  """
+
+  model: decoder.Decoder
+  phases: Sequence[phases_lib.Phase]
+  evaluation: Evaluation
+  seed: int
+  checkpoint_every: int
+
+  def __post_init__(self):
+    if not self.phases or any(phase.steps < 1 for phase in self.phases):
+      raise ValueError("A run needs phases of at least one step each.")
+    if self.checkpoint_every < 1:
+      raise ValueError(
+          f"checkpoint_every must be at least 1, not {self.checkpoint_every}."
+      )
+
+  @property
+  def steps(self) -> int:
+    """Of all phases."""
+    return sum(phase.steps for phase in self.phases)
+
+  def phase_of(self, step: int) -> tuple[phases_lib.Phase, int]:
+    """The phase that the step after `step` belongs to, and its place there.
+
+    Of a run that is complete, its last phase.
+    """
+    for phase in self.phases:
+      if step < phase.steps:
+        return phase, step
+      step -= phase.steps
+    return self.phases[-1], self.phases[-1].steps
+
+
+def train(run: Run, params, workdir: pathlib.Path) -> Any:
+  """Runs to the end, from where an earlier run in the same folder stopped.
+
+  Args:
+    run: see `Run`.
+    params: before the first step, on one device; read if there is no checkpoint
+      yet, and left as they are.
+    workdir: of metrics.jsonl, TensorBoard's files and checkpoints.
+
+  Returns:
+    The trained parameters, without a value head; None if the run was stopped
+    by a signal, after it has saved where it is.
+
+  Raises:
+    ValueError: checkpoints of another run.
+  """
+  workdir = pathlib.Path(workdir)
+  if any(
+      isinstance(phase, phases_lib.Reinforce)
+      and isinstance(phase.learner.algorithm, algorithms.ProximalPolicy)
+      for phase in run.phases
+  ):
+    params = actor_critic.add_head(params, run.model.config)
+  with contextlib.ExitStack() as stack:
+    checkpoints = stack.enter_context(
+        checkpoints_lib.Checkpoints(workdir / "checkpoints")
+    )
+    stop = stack.enter_context(_Signals())
+    train_state, reference, progress = _begin(run, params, checkpoints)
+    log = stack.enter_context(metrics.Log(workdir, start=progress.step))
+    bar = stack.enter_context(
+        tqdm.tqdm(total=run.steps, initial=progress.step, unit="step")
+    )
+    if not progress.step:
+      reward = _evaluate(run, train_state, run.phases[0])
+      log.write(0, "before", {"eval/reward": reward})
+    while progress.step < run.steps and not stop.requested:
+      phase, place = run.phase_of(progress.step)
+      bar.set_description(phase.name)
+      if place == 0 and progress.step:
+        train_state, reference = _enter(phase, train_state.params, checkpoints)
+      outcome = phase.step(
+          train_state, reference, progress.position if place else 0,
+          jax.random.fold_in(jax.random.key(run.seed), progress.step),
+      )
+      train_state = outcome.train_state
+      done = progress.step + 1
+      progress = checkpoints_lib.Progress(done, outcome.position, run.seed)
+      scalars = dict(outcome.scalars)
+      if done % run.evaluation.every == 0 or place + 1 == phase.steps:
+        with phases_lib.Clock() as clock:
+          scalars["eval/reward"] = _evaluate(run, train_state, phase)
+        scalars["time/evaluate"] = clock.seconds
+      log.write(done, phase.name, scalars)
+      bar.set_postfix(_shown(scalars), refresh=False)
+      bar.update()
+      if done % run.checkpoint_every == 0 or done == run.steps:
+        checkpoints.save(train_state, progress)
+    if stop.requested and progress.step < run.steps:
+      checkpoints.save(train_state, progress)
+      print(
+          f"Stopped after step {progress.step} of {run.steps}; the same "
+          "command goes on from there."
+      )
+      return None
+    return actor_critic.without_head(train_state.params)
+
+
+def _begin(run, params, checkpoints):
+  """Train state, reference and progress, new or as they were saved."""
+  progress = checkpoints.progress()
+  if progress is None:
+    params = jax.tree.map(lambda x: x.copy(), params)  # a step donates them
+    train_state, reference = _enter(run.phases[0], params, checkpoints)
+    return train_state, reference, checkpoints_lib.Progress(0, 0, run.seed)
+  if progress.seed != run.seed or progress.step > run.steps:
+    raise ValueError(
+        f"The checkpoint is of seed {progress.seed} and step {progress.step}; "
+        f"this run has seed {run.seed} and {run.steps} steps. Take another "
+        "workdir."
+    )
+  # A checkpoint belongs to the phase of the step before it.
+  phase, _ = run.phase_of(max(0, progress.step - 1))
+  like = jax.eval_shape(
+      lambda params: step_lib.create(
+          params, phase.learner.optimizer, trainable=phase.learner.trainable
+      ),
+      params,
+  )
+  where = step_lib.shardings(
+      params, phase.learner.optimizer, trainable=phase.learner.trainable,
+      layout=phase.learner.schedule.layout,
+  )
+  train_state = checkpoints.restore(checkpoints_lib.shapes(like, where))
+  reference = None
+  if _needs_reference(phase):
+    of_params = None if where is None else where.params
+    reference = checkpoints.restore_reference(
+        checkpoints_lib.shapes(params, of_params)
+    )
+  return train_state, reference, progress
+
+
+def _enter(phase, params, checkpoints):
+  """A new optimizer, and the reference policy where the phase needs one."""
+  reference = None
+  if _needs_reference(phase):
+    reference = jax.tree.map(lambda x: x.copy(), params)
+    checkpoints.save_reference(reference)
+  learner = phase.learner
+  train_state = step_lib.create(
+      params, learner.optimizer, trainable=learner.trainable,
+      layout=learner.schedule.layout,
+  )
+  return train_state, reference
+
+
+def _needs_reference(phase) -> bool:
+  return phase.learner.algorithm.needs_reference
+
+
+def _evaluate(run: Run, train_state, phase) -> float:
+  of = run.evaluation
+  return phases_lib.evaluate(
+      run.model, phases_lib.on_one_device(train_state.params, phase.learner),
+      of.task, of.rollouts, split=of.split, prompts=of.prompts, seed=run.seed,
+  )
+
+
+def _shown(scalars) -> dict[str, str]:
+  names = ("loss", "answer_loss", "reward/mean", "eval/reward")
+  return {
+      name: f"{scalars[name]:.3f}" for name in names if name in scalars
+  }
+
+
+class _Signals:
+  """Turns the first interrupt or termination into a request to stop."""
+
+  def __init__(self):
+    self.requested = False
+    self._before = {}
+
+  def __enter__(self) -> "_Signals":
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGINT, signal.SIGTERM):
+        self._before[number] = signal.signal(number, self._request)
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._restore()
+
+  def _request(self, *_) -> None:
+    self.requested = True
+    self._restore()  # the second one takes effect at once
+
+  def _restore(self) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+    self._before = {}

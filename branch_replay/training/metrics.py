@@ -1,0 +1,61 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics as JSON lines, one object a step, and for TensorBoard."""
+
+import json
+import pathlib
+
+import tensorboardX
+
+FILE = "metrics.jsonl"
+
+
+class Log:
+  """Writes scalars; a run that is resumed has every step once.
+
+  Args:
+    directory: of metrics.jsonl and TensorBoard's event files.
+    start: steps done; what was logged of later ones is dropped, because they
+      are run again.
+  """
+
+  def __init__(self, directory: pathlib.Path, *, start: int = 0):
+    self._file = pathlib.Path(directory) / FILE
+    self._file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row for row in read(directory) if row["step"] <= start]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    partial = self._file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(self._file)
+    self._board = tensorboardX.SummaryWriter(
+        str(self._file.parent / "tensorboard"), purge_step=start + 1
+    )
+
+  def __enter__(self) -> "Log":
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._board.close()
+
+  def write(self, step: int, phase: str, scalars: dict[str, float]) -> None:
+    """Logs one step.
+
+    Args:
+      step: from 1 on, of all phases.
+      phase: its name.
+      scalars: by name; a "/" in one groups it in TensorBoard.
+    """
+    with self._file.open("a") as file:
+      row = {"step": step, "phase": phase, **scalars}
+      file.write(json.dumps(row) + "\n")
+    for name, value in scalars.items():
+      self._board.add_scalar(name, value, step)
+
+
+def read(directory: pathlib.Path) -> list[dict]:
+  """All complete lines of a metrics file; none if there is no file."""
+  file = pathlib.Path(directory) / FILE
+  if not file.exists():
+    return []
+  # A kill may leave half a line at the end.
+  return [json.loads(line) for line in file.read_text().split("\n")[:-1]]

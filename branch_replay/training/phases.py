@@ -1,0 +1,336 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The two kinds of training a run is made of, each as one step at a time."""
+
+from collections.abc import Callable
+import dataclasses
+import itertools
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from branch_replay.layout import Layout
+from branch_replay.rl import advantages
+from branch_replay.rl import metrics
+from branch_replay.tasks import task as task_lib
+from branch_replay.training import algorithms
+from branch_replay.training import experience as experience_lib
+from branch_replay.training import learner as learner_lib
+from branch_replay.training import step as step_lib
+
+
+class Outcome(NamedTuple):
+  """What a step leaves behind.
+
+  Attributes:
+    train_state: after it.
+    position: of the next example.
+    scalars: what to log, by name.
+  """
+
+  train_state: step_lib.TrainState
+  position: int
+  scalars: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Supervised:
+  """Learns the examples' own answers.
+
+  Attributes:
+    name: of the phase.
+    task: prompts and answers.
+    learner: with `algorithms.Supervised`.
+    steps: updates.
+    prompts: examples an update.
+    max_tokens: T, that holds every answer.
+    seed: of the order of the examples.
+    schedule: learning rate by update, for the log.
+  """
+
+  name: str
+  task: task_lib.Task
+  learner: learner_lib.Learner
+  steps: int
+  prompts: int
+  max_tokens: int
+  seed: int
+  schedule: Callable[[int], Any]
+
+  def step(self, train_state, reference, position: int, key) -> Outcome:
+    """One update; see `Reinforce.step`."""
+    del reference
+    examples = self.task.examples("train", seed=self.seed, start=position)
+    with Clock() as clock:
+      batch = [
+          experience_lib.given(
+              self.learner.model, example, width=self.max_tokens
+          )
+          for example in itertools.islice(examples, self.prompts)
+      ]
+      version = int(train_state.step)
+      known = [algorithms.Known()] * len(batch)
+      update = self.learner.update(
+          train_state, batch, known, version=version, key=key
+      )
+      jax.block_until_ready(update.train_state)
+    return Outcome(
+        update.train_state, examples.position,
+        {
+            "loss": float(update.loss), "grad_norm": float(update.grad_norm),
+            "learning_rate": float(self.schedule(version)),
+            "time/learn": clock.seconds, **as_floats(update.report),
+        },
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinforce:
+  """Samples answers, scores them, and learns from the scores.
+
+  Attributes:
+    name: of the phase.
+    task: prompts and rewards.
+    learner: with the algorithm.
+    rollouts: how answers are sampled.
+    steps: batches of prompts.
+    prompts: a batch.
+    epochs: passes over a batch.
+    updates: that an epoch is divided into.
+    capture_every: updates for which one capture of a prefix is replayed. 1 is
+      right; more replays states of older parameters.
+    most_prompts: prompts to draw at most until `prompts` of them have answers
+      that differ in reward, as DAPO does; None to take them as they come.
+    seed: of the order of the examples.
+    schedule: learning rate by update, for the log.
+
+  Raises:
+    ValueError: numbers that do not go together.
+  """
+
+  name: str
+  task: task_lib.Task
+  learner: learner_lib.Learner
+  rollouts: experience_lib.Rollouts
+  steps: int
+  prompts: int
+  epochs: int
+  updates: int
+  capture_every: int
+  most_prompts: int | None
+  seed: int
+  schedule: Callable[[int], Any]
+
+  def __post_init__(self):
+    for field in ("prompts", "epochs", "updates", "capture_every"):
+      if getattr(self, field) < 1:
+        raise ValueError(
+            f"{field} must be at least 1, not {getattr(self, field)}."
+        )
+    if self.prompts % self.updates:
+      raise ValueError(
+          f"prompts={self.prompts} do not divide into updates={self.updates}."
+      )
+    if self.most_prompts is not None and self.most_prompts < self.prompts:
+      raise ValueError(
+          f"most_prompts={self.most_prompts} is less than prompts="
+          f"{self.prompts}."
+      )
+    check_together(self)
+
+  def step(self, train_state, reference, position: int, key) -> Outcome:
+    """Samples a batch and makes epochs · updates updates from it.
+
+    Args:
+      train_state: before; it is donated.
+      reference: parameters of the reference policy, or None.
+      position: of the next example.
+      key: a PRNG key of this step.
+
+    Returns:
+      The outcome.
+    """
+    version = int(train_state.step)
+    params = on_one_device(train_state.params, self.learner)
+    with Clock() as sampling:
+      batch, drawn, position = self._sample(params, position, key, version)
+    with Clock() as learning:
+      tokens = experience_lib.width(batch)
+      batch = [experience_lib.trim(one, tokens) for one in batch]
+      known = self.learner.know(
+          train_state.params, batch, version=version, reference=reference
+      )
+      size, updates = self.prompts // self.updates, []
+      for number in range(self.epochs * self.updates):
+        fresh = number % self.capture_every == 0
+        if number and fresh:
+          batch = [dataclasses.replace(one, state=None) for one in batch]
+          if self.capture_every > 1:
+            batch = [self._captured(train_state, one) for one in batch]
+        part = number % self.updates
+        here = slice(part * size, (part + 1) * size)
+        update = self.learner.update(
+            train_state, batch[here], known[here], version=version + number,
+            key=jax.random.fold_in(key, number), stale=not fresh,
+        )
+        train_state = update.train_state
+        if self.capture_every == 1:  # these states have had their only use
+          batch[here] = [
+              dataclasses.replace(one, state=None) for one in batch[here]
+          ]
+        updates.append(update)
+      jax.block_until_ready(train_state)
+    return Outcome(
+        train_state, position,
+        {
+            **self._seen(drawn),
+            **as_floats(updates[-1].report),
+            "loss": float(updates[0].loss),
+            "grad_norm": float(np.mean([u.grad_norm for u in updates])),
+            **mismatch(updates[0].report),
+            "learning_rate": float(self.schedule(version)),
+            "time/rollout": sampling.seconds, "time/learn": learning.seconds,
+        },
+    )
+
+  def _sample(self, params, position, key, version):
+    """A batch, everything that was drawn for it, and the next position."""
+    examples = self.task.examples("train", seed=self.seed, start=position)
+    schedule = dataclasses.replace(self.learner.schedule, layout=Layout())
+    batch, drawn = [], []
+    for number, example in enumerate(examples):
+      one = experience_lib.collect(
+          self.learner.model, params, self.task, example, self.rollouts,
+          key=jax.random.fold_in(key, number), version=version,
+          schedule=schedule,
+      )
+      drawn.append(dataclasses.replace(one, state=None))
+      left = (self.most_prompts or self.prompts) - len(drawn)
+      alive = not advantages.is_dead(one.rewards)
+      if alive or self.prompts - len(batch) > left:
+        batch.append(one)
+      if len(batch) == self.prompts:
+        return batch, drawn, examples.position
+
+  def _captured(self, train_state, one):
+    return experience_lib.recapture(
+        self.learner.model, train_state.params, one, self.rollouts,
+        version=int(train_state.step), schedule=self.learner.schedule,
+    )
+
+  def _seen(self, drawn) -> dict[str, float]:
+    """Of everything that was sampled, whether it is learnt from or not."""
+    rewards = np.stack([one.rewards for one in drawn])
+    lengths = np.stack([one.group.tail_lengths for one in drawn])
+    log_probs = np.stack([one.log_probs for one in drawn])
+    of_rewards = as_floats(metrics.rewards(rewards))
+    return {
+        "reward/mean": of_rewards["reward_mean"],
+        "reward/spread": of_rewards["reward_spread"],
+        "dead_groups": of_rewards["dead_groups"],
+        **as_floats(metrics.answers(
+            lengths, np.stack([one.finished for one in drawn])
+        )),
+        # An estimate of the entropy of a token: −log p of those sampled.
+        "entropy": float(-log_probs.sum() / max(1, lengths.sum())),
+        "prompts_drawn": float(len(drawn)),
+        "tokens_sampled": float(lengths.sum()),
+    }
+
+
+Phase = Supervised | Reinforce
+
+
+class Clock:
+  """Seconds between entering and leaving a block."""
+
+  def __enter__(self):
+    self._start = time.monotonic()
+    return self
+
+  def __exit__(self, *_):
+    self.seconds = time.monotonic() - self._start
+
+
+def mismatch(report: dict) -> dict[str, float]:
+  """Sampler against trainer, which is to be seen before the first update."""
+  return as_floats({
+      name: value for name, value in report.items()
+      if name.startswith("mismatch")
+  })
+
+
+def as_floats(scalars: dict) -> dict[str, float]:
+  """Scalars as Python numbers."""
+  return {name: float(value) for name, value in scalars.items()}
+
+
+def on_one_device(params, learner: learner_lib.Learner):
+  """The parameters where sampling runs."""
+  if learner.schedule.layout.devices == 1:
+    return params
+  return jax.device_put(params, jax.devices()[0])
+
+
+def evaluate(
+    model, params, task, rollouts, *, split: str, prompts: int, seed: int
+) -> float:
+  """Mean reward of sampled answers to the first prompts of a split.
+
+  Args:
+    model: the decoder.
+    params: its parameters, on one device.
+    task: prompts and rewards.
+    rollouts: how they are answered; the same noise every time.
+    split: held out.
+    prompts: how many.
+    seed: of the noise.
+
+  Returns:
+    The mean over prompts and answers.
+  """
+  key, rewards = jax.random.key(seed), []
+  for number in range(prompts):
+    one = experience_lib.collect(
+        model, params, task, task.split(split)[number], rollouts,
+        key=jax.random.fold_in(key, number), version=0,
+    )
+    rewards.append(one.rewards.mean())
+  return float(np.mean(rewards))
+
+
+def check_together(phase: Reinforce):
+  """Raises ValueError for an algorithm that cannot learn from such groups."""
+  algorithm, rollouts = phase.learner.algorithm, phase.rollouts
+  branches = rollouts.branches
+  grouped = isinstance(algorithm, algorithms.PolicyGradient)
+  if grouped and branches < 2:
+    raise ValueError(
+        f"branches={branches}: advantage={algorithm.advantage!r} compares the "
+        "answers of a group and is 0 for a group of one. Take at least 2, or "
+        "PPO, whose value head is the baseline."
+    )
+  if isinstance(algorithm, algorithms.Preference) and branches % 2:
+    raise ValueError(f"branches={branches}: pairs need an even number.")
+  law = rollouts.law
+  if not law.temperature or law.top_k is not None or law.top_p not in (None, 1):
+    raise ValueError(
+        f"{law}: training needs a temperature above 0 and no truncation, or "
+        "the ratio to the sampling policy is not 1 where nothing has changed."
+    )
+  temperature = getattr(algorithm, "temperature", law.temperature)
+  if temperature != law.temperature:
+    raise ValueError(
+        f"Answers are sampled at temperature {law.temperature} and scored at "
+        f"{temperature}: both must be the same."
+    )
+  if phase.learner.schedule.layout.devices > 1 and rollouts.hold != "nothing":
+    raise ValueError(
+        f"hold={rollouts.hold!r}: sampling runs on one device and its states "
+        "stay there; on several devices take hold='nothing'."
+    )
+  if phase.capture_every > 1 and rollouts.hold == "nothing":
+    raise ValueError("capture_every > 1 needs hold='state' or 'activations'.")

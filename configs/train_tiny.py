@@ -1,0 +1,108 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A small model learns to find a fact in 512 characters, by reward alone.
+
+A decoder that knows nothing is shown right answers on short documents, where
+that is cheap, until it finds some facts; on documents of 512 characters it is
+then trained by GRPO from its own answers and a reward of 0 or 1, with the exact
+gradient of branch replay.
+
+  python -m experiments.train --config=configs/train_tiny.py
+"""
+
+import ml_collections
+
+
+def supervised(steps: int, prompt_tokens: int) -> dict:
+  """A phase that learns from right answers."""
+  return {
+      "kind": "supervised",
+      "task": {"prompt_tokens": prompt_tokens},  # changes of `task` below
+      "steps": steps,
+      "prompts": 32,
+      "max_tokens": 3,
+      "optimizer": {
+          "learning_rate": 3e-3,
+          "warmup": 50,
+          "decay": "constant",
+          "b1": 0.9,
+          "b2": 0.98,
+          "weight_decay": 0.01,
+          "clip_norm": 1.0,
+      },
+  }
+
+
+def get_config() -> ml_collections.ConfigDict:
+  return ml_collections.ConfigDict({
+      "pretrained": "",  # or smollm2, or a path: then `model` is not read
+      "model": {
+          "width": 64,
+          "num_layers": 2,
+          "num_heads": 4,
+          "num_kv_heads": 4,
+          "head_dim": 16,
+          "ffn_width": 128,
+          "max_positions": 2048,
+          "tied_embeddings": True,
+      },
+      "compute_dtype": "float32",
+      "adapter": {"rank": 0, "alpha": 0.0},  # rank 0 trains all parameters
+      "task": {
+          "name": "retrieval",
+          "prompt_tokens": 512,
+          "haystack": "letters",
+          "naming": "letters",
+          "fact": "{name}{code}",
+          "code_length": 2,
+          "distractors": 1,
+          "train": 8192,
+      },
+      "data_dir": "",
+      "seed": 0,
+      "devices": 1,
+      "phases": ("short", "longer", "reinforce"),
+      "short": supervised(500, 64),
+      "longer": supervised(60, 128),
+      "reinforce": {
+          "kind": "reinforce",
+          "task": {},
+          "steps": 200,
+          "prompts": 16,  # a step
+          "branches": 8,
+          "max_tokens": 3,
+          "temperature": 1.0,
+          "hold": "activations",  # from sampling to learning
+          "epochs": 1,
+          "updates": 1,  # an epoch
+          "capture_every": 1,
+          "most_prompts": 0,  # 0: dead groups are not replaced
+          "algorithm": {
+              "name": "grpo",
+              "advantage": "group_relative",
+              "settings": {"kl_coefficient": 0.0},
+          },
+          "optimizer": {
+              "learning_rate": 1e-3,
+              "warmup": 10,
+              "decay": "constant",
+              "b1": 0.9,
+              "b2": 0.98,
+              "weight_decay": 0.0,
+              "clip_norm": 1.0,
+          },
+      },
+      "evaluation": {
+          "split": "validation",
+          "prompts": 128,
+          "branches": 4,
+          "max_tokens": 3,
+          "temperature": 1.0,
+          "every": 25,
+      },
+      "prefix_gradient": "exact",
+      "sampled": {"chunks": 4.0, "law": "importance", "floor": 0.05},
+      "schedule": {"chunk_size": 1024},
+      "checkpoint_every": 50,
+      "export": True,
+  })

@@ -1,0 +1,259 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model: supervised warm-up where it needs one, then reinforcement.
+
+Writes metrics.jsonl (one object a step), TensorBoard's event files, checkpoints
+and, at the end, the model in Hugging Face's format. The same command goes on
+where an earlier one was stopped.
+
+  python -m experiments.train --config=configs/train_tiny.py
+"""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+import branch_replay as br
+from branch_replay import adapters
+from branch_replay import config as config_lib
+from branch_replay import sharding
+from branch_replay import tasks
+from branch_replay.rl import objectives
+from branch_replay.rl import preference
+from branch_replay.tasks import task as task_lib
+from branch_replay.training import algorithms
+from branch_replay.training import experience
+from branch_replay.training import learner as learner_lib
+from branch_replay.training import loop
+from branch_replay.training import metrics
+from branch_replay.training import optimizers
+from branch_replay.training import phases as phases_lib
+from branch_replay.weights import pretrained as pretrained_lib
+from experiments import cli
+from experiments import compare_backward
+from experiments import record
+
+_POLICY_LOSSES = {
+    name: getattr(objectives, name)
+    for name in ("grpo", "dr_grpo", "dapo", "gspo", "reinforce")
+}
+_ALGORITHMS = (*_POLICY_LOSSES, "ppo", "dpo", "ipo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """A run that is ready to start.
+
+  Attributes:
+    run: see `loop.Run`.
+    params: before its first step.
+    pretrained: what the model was made from; its tokenizer and stop ids.
+  """
+
+  run: loop.Run
+  params: dict
+  pretrained: pretrained_lib.Pretrained
+
+
+def build(config: ml_collections.ConfigDict) -> Problem:
+  """Everything a config says, checked, before any training is done.
+
+  Raises:
+    ValueError: a config that cannot be run.
+  """
+  pretrained, text = model_of(config)
+  if config.adapter.rank:
+    model, params = adapters.add(
+        pretrained.model, pretrained.params,
+        config_lib.Adapter(config.adapter.rank, config.adapter.alpha),
+        jax.random.key(config.seed),
+    )
+    pretrained = dataclasses.replace(pretrained, model=model, params=params)
+  layout = br.Schedule().layout
+  if config.devices > 1:
+    layout = sharding.sharded(pretrained.params, config.devices)
+  schedule = br.Schedule(layout=layout, **config.schedule)
+  if not config.phases:
+    raise ValueError("phases=() names nothing to do.")
+  run = loop.Run(
+      pretrained.model,
+      tuple(
+          phase_of(config, name, pretrained.model, text, schedule)
+          for name in config.phases
+      ),
+      evaluation_of(config, text),
+      config.seed,
+      config.checkpoint_every,
+  )
+  return Problem(run, pretrained.params, pretrained)
+
+
+def model_of(config):
+  """The model, pretrained or of the config's geometry, and its text."""
+  if config.pretrained:
+    pretrained = compare_backward.load(
+        config.pretrained, compute_dtype=config.compute_dtype
+    )
+    return pretrained, tasks.Chat(pretrained)
+  text = tasks.Characters()
+  model = br.Decoder(br.ModelConfig(
+      vocab_size=text.vocab_size, compute_dtype=config.compute_dtype,
+      **config.model,
+  ))
+  params = model.init(
+      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
+  )["params"]
+  return pretrained_lib.Pretrained(
+      model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
+  ), text
+
+
+def task_of(config, text, changes: dict) -> tasks.Task:
+  """The task with some settings changed; rows are made if they are missing."""
+  settings = config.task.to_dict() | dict(changes)
+  name = settings.pop("name")
+  return tasks.prepare(
+      tasks.recipe(name, **settings), text=text,
+      data_dir=config.data_dir or None,
+  )
+
+
+def evaluation_of(config, text) -> loop.Evaluation:
+  """How held-out reward is measured."""
+  of = config.evaluation
+  return loop.Evaluation(
+      task_of(config, text, {}),
+      experience.Rollouts(
+          of.branches, of.max_tokens, br.Law(of.temperature), hold="nothing"
+      ),
+      of.split, of.prompts, of.every,
+  )
+
+
+def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
+  """One phase by its name in the config."""
+  if name not in config:
+    raise task_lib.unknown("phase", name, list(config.keys()))
+  of = config[name]
+  task = task_of(config, text, of.task.to_dict())
+  updates = of.steps
+  if of.kind == "reinforce":
+    updates *= of.epochs * of.updates
+  rate = optimizers.schedule(
+      of.optimizer.learning_rate, updates=updates, warmup=of.optimizer.warmup,
+      decay=of.optimizer.decay,
+  )
+  optimizer = optimizers.adamw(
+      rate, b1=of.optimizer.b1, b2=of.optimizer.b2,
+      weight_decay=of.optimizer.weight_decay,
+      clip_norm=of.optimizer.clip_norm or None,
+  )
+
+  def learner(algorithm):
+    return learner_lib.Learner(
+        model, algorithm, optimizer, config.prefix_gradient,
+        br.Sampling(**config.sampled), schedule,
+        "adapters" if config.adapter.rank else "all",
+    )
+
+  if of.kind == "supervised":
+    return phases_lib.Supervised(
+        name, task, learner(algorithms.Supervised()), of.steps, of.prompts,
+        of.max_tokens, config.seed, rate,
+    )
+  if of.kind != "reinforce":
+    raise task_lib.unknown(
+        f"kind of phase {name!r}", of.kind, ("supervised", "reinforce")
+    )
+  rollouts = experience.Rollouts(
+      of.branches, of.max_tokens, br.Law(of.temperature), of.hold
+  )
+  return phases_lib.Reinforce(
+      name, task, learner(algorithm_of(of)), rollouts, of.steps, of.prompts,
+      of.epochs, of.updates, of.capture_every, of.most_prompts or None,
+      config.seed, rate,
+  )
+
+
+def algorithm_of(of) -> algorithms.Algorithm:
+  """The algorithm of a reinforcement phase."""
+  name, settings = of.algorithm.name, of.algorithm.settings.to_dict()
+  try:
+    if name in _POLICY_LOSSES:
+      return algorithms.PolicyGradient(
+          _POLICY_LOSSES[name](**settings), of.algorithm.advantage,
+          of.temperature,
+      )
+    if name == "ppo":
+      fields = {x.name for x in dataclasses.fields(algorithms.ProximalPolicy)}
+      mine = {key: settings.pop(key) for key in fields & set(settings)}
+      return algorithms.ProximalPolicy(
+          objectives.ppo(**settings), temperature=of.temperature, **mine
+      )
+    if name in ("dpo", "ipo"):
+      loss = {"dpo": preference.Dpo, "ipo": preference.Ipo}[name]
+      return algorithms.Preference(loss(**settings))
+  except TypeError as error:
+    raise ValueError(f"algorithm.settings of {name!r}: {error}") from error
+  raise task_lib.unknown("algorithm", name, _ALGORITHMS)
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
+  """Trains, or goes on training; see the module.
+
+  Args:
+    config: e.g. configs/train_tiny.py.
+    workdir: where everything goes.
+
+  Returns:
+    The rows of metrics.jsonl.
+
+  Raises:
+    ValueError: a config that cannot be run, before anything is trained, or a
+      workdir of another config.
+  """
+  workdir = pathlib.Path(workdir).resolve()
+  mine = json.loads(json.dumps(config.to_dict()))
+  file = workdir / "config.json"
+  if file.exists() and json.loads(file.read_text()) != mine:
+    raise ValueError(
+        f"{workdir} holds a run of another config: take another --workdir."
+    )
+  problem = build(config)
+  record.write_json(file, mine)
+  params = loop.train(problem.run, problem.params, workdir)
+  rows = metrics.read(workdir)
+  if params is None:
+    return rows
+  record.write_json(workdir / "environment.json", record.environment())
+  if config.export:
+    export(problem, params, workdir / "model")
+  evaluated = [row for row in rows if "eval/reward" in row]
+  for phase in ("before", *config.phases):
+    last = [row for row in evaluated if row["phase"] == phase][-1]
+    print(f"{phase}: held-out reward {last['eval/reward']:.3f}")
+  print(f"Wrote {workdir / metrics.FILE}, checkpoints and model beside it.")
+  return rows
+
+
+def export(problem: Problem, params, directory: pathlib.Path) -> None:
+  """Writes the model in Hugging Face's format, adapters merged."""
+  config = problem.run.model.config
+  params = jax.device_get(params)
+  if config.adapter is not None:
+    model, params = adapters.merge(problem.run.model, params)
+    config = model.config
+  source = problem.pretrained
+  br.save_hf(
+      directory, config, params, tokenizer=source.tokenizer,
+      stop_ids=source.stop_ids, bos_id=source.bos_id,
+      chat_template=source.chat_template,
+  )
+
+
+if __name__ == "__main__":
+  cli.main(run, "configs/train_tiny.py")
