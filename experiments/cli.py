@@ -12,10 +12,12 @@ import traceback
 
 from absl import app
 from absl import flags
+from absl import logging
 import jax
 from ml_collections import config_flags
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 
 def main(run, config_file: str) -> None:
   """Parses flags and calls run(config, workdir).
@@ -38,6 +40,8 @@ def main(run, config_file: str) -> None:
   )
 
   def start(_):
+    if not flags.FLAGS["verbosity"].present:
+      logging.set_verbosity(logging.WARNING)  # libraries tell much at INFO
     if devices.value is not None:
       if "devices" not in config.value:
         sys.exit("error: this experiment runs on one device, without --devices")

@@ -33,6 +33,7 @@ from branch_replay.training import metrics
 from branch_replay.training import optimizers
 from branch_replay.training import phases as phases_lib
 from branch_replay.weights import pretrained as pretrained_lib
+from configs import train_tiny
 from experiments import cli
 from experiments import compare_backward
 from experiments import record
@@ -41,6 +42,8 @@ _POLICY_LOSSES = {
     name: getattr(objectives, name)
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "reinforce")
 }
+# Whose fields are checked where they are used.
+_FREE = ("model", "task", "settings", "schedule")
 _ALGORITHMS = (*_POLICY_LOSSES, "ppo", "dpo", "ipo")
 
 
@@ -65,6 +68,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   Raises:
     ValueError: a config that cannot be run.
   """
+  check_fields(config)
   pretrained, text = model_of(config)
   if config.adapter.rank:
     model, params = adapters.add(
@@ -77,8 +81,6 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   if config.devices > 1:
     layout = sharding.sharded(pretrained.params, config.devices)
   schedule = br.Schedule(layout=layout, **config.schedule)
-  if not config.phases:
-    raise ValueError("phases=() names nothing to do.")
   run = loop.Run(
       pretrained.model,
       tuple(
@@ -90,6 +92,44 @@ def build(config: ml_collections.ConfigDict) -> Problem:
       config.checkpoint_every,
   )
   return Problem(run, pretrained.params, pretrained)
+
+
+def check_fields(config: ml_collections.ConfigDict) -> None:
+  """Raises ValueError for a field that is missing, or that nobody reads."""
+  known = train_tiny.get_config()
+  kinds = {known[name].kind: known[name] for name in known.phases}
+  if not config.phases:
+    raise ValueError("phases=() names nothing to do.")
+  for name in config.phases:
+    if name not in config:
+      raise task_lib.unknown("phase", name, list(config.keys()))
+    if config[name].kind not in kinds:
+      raise task_lib.unknown(f"{name}.kind", config[name].kind, kinds)
+    _same_fields(config[name], kinds[config[name].kind], name)
+  of_run = set(known.keys()) - set(known.phases)
+  rest = {name: config[name] for name in config if name not in config.phases}
+  # A phase that is described but not run is no mistake.
+  rest = {
+      name: value for name, value in rest.items()
+      if not (isinstance(value, ml_collections.ConfigDict) and "kind" in value)
+  }
+  _same_fields(rest, {name: known[name] for name in of_run}, "")
+  geometry = {field.name for field in dataclasses.fields(br.ModelConfig)}
+  for name in config.model:
+    if name not in geometry:
+      raise task_lib.unknown("field of model", name, geometry)
+
+
+def _same_fields(mine, known, where: str) -> None:
+  for name in mine:
+    if name not in known:
+      raise task_lib.unknown(f"field of {where or 'the config'}", name, known)
+  for name in known:
+    if name not in mine:
+      raise ValueError(f"The config lacks {f'{where}.{name}'.lstrip('.')}.")
+    nested = isinstance(known[name], ml_collections.ConfigDict)
+    if nested and name not in _FREE:
+      _same_fields(mine[name], known[name], f"{where}.{name}".lstrip("."))
 
 
 def model_of(config):
@@ -136,8 +176,6 @@ def evaluation_of(config, text) -> loop.Evaluation:
 
 def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
   """One phase by its name in the config."""
-  if name not in config:
-    raise task_lib.unknown("phase", name, list(config.keys()))
   of = config[name]
   task = task_of(config, text, of.task.to_dict())
   updates = of.steps
@@ -164,10 +202,6 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
     return phases_lib.Supervised(
         name, task, learner(algorithms.Supervised()), of.steps, of.prompts,
         of.max_tokens, config.seed, rate,
-    )
-  if of.kind != "reinforce":
-    raise task_lib.unknown(
-        f"kind of phase {name!r}", of.kind, ("supervised", "reinforce")
     )
   rollouts = experience.Rollouts(
       of.branches, of.max_tokens, br.Law(of.temperature), of.hold

@@ -19,6 +19,7 @@ import optax
 
 from branch_replay import adapters
 from branch_replay import prefix_replay
+from branch_replay import schedule as schedule_lib
 from branch_replay.chunk_sampling import Sampling
 from branch_replay.models import decoder
 from branch_replay.rl import objectives
@@ -65,6 +66,10 @@ class Learner:
   sampling: Sampling = Sampling()
   schedule: Schedule = Schedule()
   trainable: adapters.Trainable = "all"
+
+  def __post_init__(self):
+    schedule_lib.check_mode(self.prefix_gradient)
+    adapters.check_trainable(self.trainable, self.model.config)
 
   @functools.cached_property
   def _gradient(self):

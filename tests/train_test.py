@@ -1,0 +1,113 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The training experiment: a run as users make it, and what it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import pytest
+
+import branch_replay as br
+from branch_replay.training import metrics
+from configs import train_smoke
+from configs import train_smollm2
+from configs import train_tiny
+from experiments import train
+
+
+@pytest.fixture
+def config(tmp_path):
+  config = train_smoke.get_config()
+  config.data_dir = str(tmp_path / "tasks")
+  return config
+
+
+def test_a_run_is_logged_saved_and_exported(tmp_path, config):
+  rows = train.run(config, tmp_path / "run")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  assert [row["phase"] for row in rows[1:]] == ["short"] * 2 + ["reinforce"] * 2
+  assert {row["step"] for row in rows if "eval/reward" in row} == {0, 2, 4}
+  assert rows[-1]["mismatch_max"] <= 1e-4
+  exported = br.load_hf(tmp_path / "run" / "model")
+  assert exported.config.width == config.model.width
+  assert exported.stop_ids == (2,)
+  assert list((tmp_path / "run" / "tensorboard").iterdir())
+  # Once more, everything is there: nothing is run, and the result is the same.
+  assert train.run(config, tmp_path / "run") == rows
+  chex.assert_trees_all_equal(
+      br.load_hf(tmp_path / "run" / "model").params, exported.params
+  )
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"phases": ()}, "phases"),
+    ({"phases": ("shrot",)}, "Did you mean 'short'"),
+    ({"short.kind": "supervise"}, "Did you mean 'supervised'"),
+    ({"short.stepz": 3}, "Did you mean 'steps'"),
+    ({"learning_rate": 3}, "Unknown field of the config"),
+    ({"model.widht": 3}, "Did you mean 'width'"),
+    ({"task.name": "retreival"}, "Did you mean 'retrieval'"),
+    ({"task.distractor": 1}, "Did you mean 'distractors'"),
+    ({"reinforce.branches": 1}, "group of one"),
+    ({"reinforce.algorithm.name": "grop"}, "Did you mean 'grpo'"),
+    ({"reinforce.algorithm.settings.klip": 1}, "klip"),
+    ({"reinforce.hold": "all"}, "hold"),
+    ({"reinforce.optimizer.decay": "cosin"}, "decay"),
+    ({"prefix_gradient": "exactly"}, "exactly"),
+    ({"evaluation.prompts": 1000}, "prompts=1000"),
+    ({"evaluation.split": "tset"}, "Did you mean 'test'"),
+])
+def test_a_bad_config_is_refused_before_anything_runs(config, change, message):
+  with config.unlocked():
+    for path, value in change.items():
+      at = config
+      *parents, name = path.split(".")
+      for parent in parents:
+        at = at[parent]
+      at[name] = value
+  with pytest.raises(ValueError, match=message):
+    train.build(config)
+
+
+def test_a_missing_field_is_named(config):
+  with config.unlocked():
+    del config.reinforce.epochs
+  with pytest.raises(ValueError, match="reinforce.epochs"):
+    train.build(config)
+
+
+@pytest.mark.parametrize("of", [train_tiny, train_smollm2])
+def test_all_configs_have_the_fields_that_are_read(of):
+  train.check_fields(of.get_config())
+
+
+def test_algorithms_by_name(config):
+  for name in ("grpo", "dapo", "gspo", "reinforce", "ppo", "dpo", "ipo"):
+    with config.unlocked():
+      config.reinforce.algorithm.name = name
+      config.reinforce.algorithm.settings = {}
+    train.algorithm_of(config.reinforce)
+
+
+def test_a_terminated_run_saves_and_goes_on(tmp_path, config):
+  command = [
+      sys.executable, "-m", "experiments.train",
+      "--config=configs/train_smoke.py", f"--workdir={tmp_path / 'run'}",
+      f"--config.data_dir={config.data_dir}", "--config.reinforce.steps=400",
+  ]
+  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
+  process = subprocess.Popen(
+      command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+      env=environment,
+  )
+  while len(metrics.read(tmp_path / "run")) < 4 and process.poll() is None:
+    time.sleep(0.2)
+  process.send_signal(signal.SIGTERM)
+  output, _ = process.communicate(timeout=120)
+  assert process.returncode == 0 and "goes on from there" in output
+  rows = metrics.read(tmp_path / "run")
+  assert f"Stopped after step {rows[-1]['step']} of 402" in output
