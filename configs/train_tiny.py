@@ -68,7 +68,7 @@ def get_config() -> ml_collections.ConfigDict:
       "reinforce": {
           "kind": "reinforce",
           "task": {},
-          "steps": 200,
+          "steps": 300,
           "prompts": 16,  # a step
           "branches": 8,
           "max_tokens": 4,
@@ -77,7 +77,7 @@ def get_config() -> ml_collections.ConfigDict:
           "epochs": 1,
           "updates": 1,  # an epoch
           "capture_every": 1,
-          "most_prompts": 0,  # 0: dead groups are not replaced
+          "most_prompts": 32,  # drawn until `prompts` groups differ in reward
           "algorithm": {
               "name": "grpo",
               "advantage": "group_relative",
@@ -86,7 +86,7 @@ def get_config() -> ml_collections.ConfigDict:
           "optimizer": {
               "learning_rate": 1e-3,
               "warmup": 10,
-              "decay": "constant",
+              "decay": "linear",
               "b1": 0.9,
               "b2": 0.98,
               "weight_decay": 0.0,

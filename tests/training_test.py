@@ -248,6 +248,19 @@ def test_the_reference_policy_survives_a_restart(tmp_path, small):
   assert metrics.read(tmp_path / "stopped")[-1]["kl_reference"] > 0
 
 
+def test_a_value_head_appears_with_the_phase_that_reads_it(tmp_path, small):
+  model, params = small
+  run = run_of(model, algorithm=algorithms.ProximalPolicy(objectives.ppo()))
+  straight = loop.train(run, params, tmp_path / "straight")
+  assert actor_critic.PATH not in straight
+  for at in (2, 4):
+    with pytest.raises(RuntimeError, match="killed"):
+      loop.train(killed_after(run, at), params, tmp_path / f"stopped{at}")
+    resumed = loop.train(run, params, tmp_path / f"stopped{at}")
+    chex.assert_trees_all_equal(resumed, straight)
+  assert metrics.read(tmp_path / "straight")[-1]["value_error"] >= 0
+
+
 def killed_after(run: loop.Run, steps: int) -> loop.Run:
   """The run, that raises in place of the step after so many."""
   left = [steps]

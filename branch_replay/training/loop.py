@@ -119,12 +119,6 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
     ValueError: checkpoints of another run.
   """
   workdir = pathlib.Path(workdir)
-  if any(
-      isinstance(phase, phases_lib.Reinforce)
-      and isinstance(phase.learner.algorithm, algorithms.ProximalPolicy)
-      for phase in run.phases
-  ):
-    params = actor_critic.add_head(params, run.model.config)
   with contextlib.ExitStack() as stack:
     checkpoints = stack.enter_context(
         checkpoints_lib.Checkpoints(workdir / "checkpoints")
@@ -185,6 +179,8 @@ def _begin(run, params, checkpoints):
     )
   # A checkpoint belongs to the phase of the step before it.
   phase, _ = run.phase_of(max(0, progress.step - 1))
+  for earlier in run.phases[: run.phases.index(phase) + 1]:
+    params = _with_head(earlier, params)
   like = jax.eval_shape(
       lambda params: step_lib.create(
           params, phase.learner.optimizer, trainable=phase.learner.trainable
@@ -207,7 +203,7 @@ def _begin(run, params, checkpoints):
 
 def _enter(phase, params, checkpoints):
   """A new optimizer, and the reference policy where the phase needs one."""
-  reference = None
+  params, reference = _with_head(phase, params), None
   if _needs_reference(phase):
     reference = jax.tree.map(lambda x: x.copy(), params)
     checkpoints.save_reference(reference)
@@ -217,6 +213,14 @@ def _enter(phase, params, checkpoints):
       layout=learner.schedule.layout,
   )
   return train_state, reference
+
+
+def _with_head(phase, params):
+  """The parameters with the value head that the phase reads, if it does."""
+  learner = phase.learner
+  if isinstance(learner.algorithm, algorithms.ProximalPolicy):
+    return actor_critic.add_head(params, learner.model.config)
+  return params
 
 
 def _needs_reference(phase) -> bool:
