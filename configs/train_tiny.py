@@ -20,7 +20,7 @@ def supervised(steps: int, prompt_tokens: int) -> dict:
       "task": {"prompt_tokens": prompt_tokens},  # changes of `task` below
       "steps": steps,
       "prompts": 64,
-      "max_tokens": 4,
+      "max_tokens": 5,
       "optimizer": {
           "learning_rate": 3e-3,
           "warmup": 20,
@@ -54,7 +54,7 @@ def get_config() -> ml_collections.ConfigDict:
           "haystack": "letters",
           "naming": "letters",
           "fact": "{name}{code}",
-          "code_length": 3,
+          "code_length": 4,
           "distractors": 0,
           "train": 8192,
       },
@@ -71,7 +71,7 @@ def get_config() -> ml_collections.ConfigDict:
           "steps": 300,
           "prompts": 16,  # a step
           "branches": 8,
-          "max_tokens": 4,
+          "max_tokens": 5,
           "temperature": 1.0,
           "hold": "activations",  # from sampling to learning
           "epochs": 1,
@@ -97,7 +97,7 @@ def get_config() -> ml_collections.ConfigDict:
           "split": "validation",
           "prompts": 128,
           "branches": 4,
-          "max_tokens": 4,
+          "max_tokens": 5,
           "temperature": 1.0,
           "every": 50,
       },

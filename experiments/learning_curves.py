@@ -18,6 +18,7 @@ import matplotlib
 import ml_collections
 import numpy as np
 
+from branch_replay.training import loop
 from branch_replay.training import metrics
 from experiments import cli
 from experiments import record
@@ -61,6 +62,15 @@ def warm_up(config, seed: int, workdir: pathlib.Path):
   *before, _ = base.phases
   train.run(changed(base, {"phases": tuple(before)}), folder)
   return folder
+
+
+def warmed_up(config, seed: int, workdir: pathlib.Path):
+  """The parameters after `warm_up`."""
+  base = base_of(config, seed)
+  *before, _ = base.phases
+  problem = train.build(changed(base, {"phases": tuple(before)}))
+  folder = workdir / f"seed{seed}" / "warmup"
+  return loop.train(problem.run, problem.params, folder)
 
 
 def run_variant(config, name: str, seed: int, warm, workdir) -> dict:

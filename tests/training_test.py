@@ -27,6 +27,7 @@ from branch_replay.training import loop
 from branch_replay.training import metrics
 from branch_replay.training import phases
 from branch_replay.training import step as step_lib
+from experiments import staleness
 from tests import tiny
 
 GRPO = algorithms.PolicyGradient(objectives.grpo(kl_coefficient=0.0))
@@ -209,6 +210,17 @@ def test_groups_without_a_preference_are_drawn_again(small):
   assert as_they_come.scalars["prompts_drawn"] == 2
   assert 2 <= again.scalars["prompts_drawn"] <= 5
   assert again.position == again.scalars["prompts_drawn"]
+
+
+def test_drift_grows_from_nothing(x64):
+  model, params = tiny.model(tiny.in_float64(tiny.BASE))
+  phase = reinforce(model, algorithms.PolicyGradient(objectives.reinforce()))
+  rows = staleness.of_batch(phase, params, 0, (0, 1, 3))
+  assert [row["updates"] for row in rows] == [0, 1, 3]
+  assert rows[0]["log_prob_drift_max"] <= 1e-10
+  assert rows[0]["gradient_relative_error"] <= 1e-9
+  assert 1e-6 < rows[1]["log_prob_drift_mean"] < rows[2]["log_prob_drift_mean"]
+  assert rows[2]["gradient_cosine"] < 1 - 1e-6
 
 
 def test_pairs_are_best_against_worst():

@@ -139,6 +139,11 @@ def collect(
   )
 
 
+def bare(one: Experience) -> Experience:
+  """The experience without the state it holds."""
+  return dataclasses.replace(one, state=None)
+
+
 def recapture(
     model: decoder.Decoder,
     params,

@@ -174,6 +174,28 @@ class Learner:
       known.append(algorithms.Known(of_reference, mine))
     return known
 
+  def batch_gradient(self, params, batch, args, *, version, key, stale=False):
+    """Sums of losses and gradients of a batch, and outputs [N, G, ...].
+
+    Args:
+      params: parameters.
+      batch: experiences, as the algorithm prepared them.
+      args: of the loss, with leading axes [N, G].
+      version: of these parameters.
+      key: a PRNG key, for "sampled".
+      stale: accept states that were captured under other parameters.
+    """
+    grads, outputs, loss = None, [], 0.0
+    for place, one in enumerate(batch):
+      value, read, more = self.gradient(
+          params, one, jax.tree.map(lambda x, place=place: x[place], args),
+          version=version, key=jax.random.fold_in(key, place), stale=stale,
+      )
+      grads = more if grads is None else _add(grads, more)
+      outputs.append(read)
+      loss += value
+    return loss, jax.tree.map(lambda *x: jnp.stack(x), *outputs), grads
+
   def update(
       self,
       train_state: step_lib.TrainState,
@@ -197,21 +219,11 @@ class Learner:
     Returns:
       The update.
     """
-    batch, args = self.algorithm.prepare(batch, _joined(known))
-    grads, outputs, loss = None, [], 0.0
-    for place, one in enumerate(batch):
-      value, read, more = self.gradient(
-          train_state.params, one,
-          jax.tree.map(lambda x, place=place: x[place], args),
-          version=version, key=jax.random.fold_in(key, place), stale=stale,
-      )
-      grads = more if grads is None else _add(grads, more)
-      outputs.append(read)
-      loss += value
-    report = self._report(
-        jax.tree.map(lambda *x: jnp.stack(x), *outputs),
-        algorithms.log_probs(batch), args,
+    batch, args = self.algorithm.prepare(batch, joined(known))
+    loss, outputs, grads = self.batch_gradient(
+        train_state.params, batch, args, version=version, key=key, stale=stale
     )
+    report = self._report(outputs, algorithms.log_probs(batch), args)
     train_state, norm = self._apply(train_state, grads)
     return Update(train_state, loss, norm, report)
 
@@ -221,7 +233,7 @@ def _add(grads, more):
   return jax.tree.map(jnp.add, grads, more)
 
 
-def _joined(known: Sequence[algorithms.Known]) -> algorithms.Known:
+def joined(known: Sequence[algorithms.Known]) -> algorithms.Known:
   """One `Known` of lists instead of a list of them."""
   def column(values: list[Any]):
     return None if values[0] is None else values

@@ -167,7 +167,7 @@ class Reinforce:
       for number in range(self.epochs * self.updates):
         fresh = number % self.capture_every == 0
         if number and fresh:
-          batch = [dataclasses.replace(one, state=None) for one in batch]
+          batch = [experience_lib.bare(one) for one in batch]
           if self.capture_every > 1:
             batch = [self._captured(train_state, one) for one in batch]
         part = number % self.updates
@@ -178,9 +178,7 @@ class Reinforce:
         )
         train_state = update.train_state
         if self.capture_every == 1:  # these states have had their only use
-          batch[here] = [
-              dataclasses.replace(one, state=None) for one in batch[here]
-          ]
+          batch[here] = [experience_lib.bare(one) for one in batch[here]]
         updates.append(update)
       jax.block_until_ready(train_state)
     return Outcome(
@@ -207,7 +205,7 @@ class Reinforce:
           key=jax.random.fold_in(key, number), version=version,
           schedule=schedule,
       )
-      drawn.append(dataclasses.replace(one, state=None))
+      drawn.append(experience_lib.bare(one))
       left = (self.most_prompts or self.prompts) - len(drawn)
       alive = not advantages.is_dead(one.rewards)
       if alive or self.prompts - len(batch) > left:
