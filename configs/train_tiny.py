@@ -62,13 +62,13 @@ def get_config() -> ml_collections.ConfigDict:
       "seed": 0,
       "devices": 1,
       "phases": ("short", "longer", "long", "reinforce"),
-      "short": supervised(300, 64),
-      "longer": supervised(40, 128),
-      "long": supervised(20, 256),
+      "short": supervised(400, 64),
+      "longer": supervised(60, 128),
+      "long": supervised(40, 256),
       "reinforce": {
           "kind": "reinforce",
           "task": {},
-          "steps": 300,
+          "steps": 400,
           "prompts": 16,  # a step
           "branches": 8,
           "max_tokens": 5,
@@ -84,7 +84,7 @@ def get_config() -> ml_collections.ConfigDict:
               "settings": {"kl_coefficient": 0.0},
           },
           "optimizer": {
-              "learning_rate": 1e-3,
+              "learning_rate": 2e-3,
               "warmup": 10,
               "decay": "linear",
               "b1": 0.9,
