@@ -30,8 +30,9 @@ from branch_replay.prefix_replay import log_probs
 from branch_replay.prefix_replay import replay
 from branch_replay.prefix_replay import value_and_grad
 from branch_replay.readout import LogProbs
-from branch_replay.rollout.sample import Law
-from branch_replay.rollout.sample import Rollout
+from branch_replay.rollout.law import Law
+from branch_replay.rollout.result import Finish
+from branch_replay.rollout.result import Rollout
 from branch_replay.rollout.sample import sample
 from branch_replay.schedule import Schedule
 from branch_replay.state import PrefixState
@@ -41,6 +42,7 @@ from branch_replay.weights.hf import save_hf
 
 __all__ = [
     "Decoder",
+    "Finish",
     "Group",
     "Law",
     "LinearScaling",

@@ -12,7 +12,7 @@ from scipy import stats
 
 import branch_replay as br
 from branch_replay import prefix
-from branch_replay.rollout import sample as sample_lib
+from branch_replay.rollout import law as law_lib
 from tests import tiny
 
 PROMPT = (7, 2, 60, 33, 2, 9, 14)
@@ -56,7 +56,7 @@ def noise(seed=3, branches=BRANCHES, tokens=TOKENS, dtype=jnp.float64):
   size, key = tiny.BASE.vocab_size, jax.random.key(seed)
   return jax.vmap(
       lambda row: jax.vmap(
-          lambda position: sample_lib.noise(key, row, position, size, dtype)
+          lambda position: law_lib.noise(key, row, position, size, dtype)
       )(len(PROMPT) + jnp.arange(tokens))
   )(jnp.arange(branches))
 
@@ -69,7 +69,7 @@ def noise(seed=3, branches=BRANCHES, tokens=TOKENS, dtype=jnp.float64):
 ))
 def test_tokens_are_the_argmax_of_dense_log_probs_plus_noise(x64, law):
   scores = jax.nn.log_softmax(dense_logits(law) / law.temperature)
-  scores = sample_lib.truncate(
+  scores = law_lib.truncate(
       scores.reshape(-1, scores.shape[-1]), law
   ).reshape(scores.shape)
   result = rollout(law)
@@ -141,9 +141,8 @@ def test_log_probs_are_of_the_law_before_truncation(x64):
 
 
 def test_logits_2_1_0_at_temperature_06_score_the_first_id_minus_0_2026():
-  token, log_prob = sample_lib._draw(
-      br.Law(0.6, top_k=1), jax.random.key(0), jnp.arange(1), 0,
-      jnp.asarray([[2.0, 1.0, 0.0]]),
+  token, log_prob = law_lib.draw(
+      br.Law(0.6, top_k=1), jnp.asarray([[2.0, 1.0, 0.0]]), jnp.zeros((1, 3))
   )
   assert token.tolist() == [0]
   np.testing.assert_allclose(log_prob, [-0.202573], atol=1e-6)
@@ -154,7 +153,7 @@ def test_logits_2_1_0_at_temperature_06_score_the_first_id_minus_0_2026():
 
 def truncated(logits, **law):
   log_probs_GV = jax.nn.log_softmax(jnp.asarray([logits], jnp.float32))
-  return np.asarray(sample_lib.truncate(log_probs_GV, br.Law(**law)))[0]
+  return np.asarray(law_lib.truncate(log_probs_GV, br.Law(**law)))[0]
 
 
 def kept(logits, **law):
@@ -188,7 +187,7 @@ def test_top_k_and_top_p_keep_what_both_keep():
 
 def test_no_truncation_leaves_log_probs_alone():
   scores = jnp.asarray([[-1.0, -2.0]])
-  assert sample_lib.truncate(scores, br.Law()) is scores
+  assert law_lib.truncate(scores, br.Law()) is scores
 
 
 def test_top_p_of_one_keeps_every_id_of_a_large_vocabulary():
@@ -244,6 +243,9 @@ def test_a_row_ends_with_any_stop_id_which_is_counted():
     assert length == len(expected)
     assert row[len(expected) :] == [0] * (6 - len(expected))
     assert finished == (row[0] != 9)  # which was cut off by the limit
+  reasons = {5: br.Finish.STOP, 8: br.Finish.STOP, 9: br.Finish.LENGTH}
+  assert result.finish.tolist() == [reasons[int(r[0])] for r in result.tokens]
+  assert result.rounds.tolist() == result.lengths.tolist()
 
 
 def test_masks_of_a_rollout_count_stop_tokens_and_no_padding():
@@ -322,7 +324,7 @@ def test_two_rows_of_one_prompt_are_not_alike():
 def test_no_two_rows_or_positions_share_their_noise():
   key = jax.random.key(0)
   draws = [
-      sample_lib.noise(key, row, position, 4, jnp.float32)
+      law_lib.noise(key, row, position, 4, jnp.float32)
       for row in range(4)
       for position in range(4)
   ]
@@ -338,16 +340,26 @@ def chi_square(probs_V, counts_V):
   return np.sum((counts_V - expected) ** 2 / expected)
 
 
+def drawn_counts(law, logits_V, rows: int, seed: int):
+  """How often each id is drawn by many rows at one position."""
+  @jax.jit
+  def draw(logits_NV):
+    noise_NTV = law_lib.block_noise(
+        law, jax.random.key(seed), jnp.arange(rows), jnp.full((rows, 1), 11),
+        logits_NV.shape[1], logits_NV.dtype,
+    )
+    return law_lib.draw(law, logits_NV, noise_NTV[:, 0])
+
+  logits_V = jnp.asarray(logits_V, jnp.float32)
+  tokens, _ = draw(jnp.broadcast_to(logits_V, (rows, logits_V.size)))
+  return np.bincount(tokens, minlength=logits_V.size)
+
+
 def test_the_law_of_a_token_is_the_softmax_at_its_temperature():
   """Pearson's test at level 1e-4; the wrong temperature must fail it."""
   rows, vocab = 20_000, 8
   logits_V = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, 0.2])
-  tokens, _ = jax.jit(
-      lambda logits_GV: sample_lib._draw(
-          br.Law(0.8), jax.random.key(5), jnp.arange(rows), 11, logits_GV
-      )
-  )(jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (rows, vocab)))
-  counts_V = np.bincount(tokens, minlength=vocab)
+  counts_V = drawn_counts(br.Law(0.8), logits_V, rows, seed=5)
   threshold = stats.chi2.isf(1e-4, vocab - 1)
 
   def statistic(temperature):
@@ -361,12 +373,7 @@ def test_the_law_of_a_token_is_the_softmax_at_its_temperature():
 
 def test_the_law_of_a_truncated_token_is_the_renormalised_softmax():
   rows, logits_V = 20_000, np.array([2.0, 1.0, 0.0])
-  tokens, _ = jax.jit(
-      lambda logits_GV: sample_lib._draw(
-          br.Law(top_p=0.9), jax.random.key(6), jnp.arange(rows), 3, logits_GV
-      )
-  )(jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (rows, 3)))
-  counts_V = np.bincount(tokens, minlength=3)
+  counts_V = drawn_counts(br.Law(top_p=0.9), logits_V, rows, seed=6)
   assert counts_V[2] == 0
   probs_V = np.exp(logits_V[:2]) / np.exp(logits_V[:2]).sum()
   assert chi_square(probs_V, counts_V[:2]) < stats.chi2.isf(1e-4, 1)

@@ -1,0 +1,97 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution of a token, and its draw as a function of fixed noise.
+
+The token at position t of row b is argmax(log pₜ / τ + Gumbel(key, b, t)).
+Rows and positions have keys of their own: a token does not change with the
+rows beside it, with the device it is on, or with the round it is drawn in.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+  """The distribution tokens are drawn from.
+
+  Attributes:
+    temperature: τ ≥ 0; 0 is greedy.
+    top_k: keep the k most likely ids; None for all.
+    top_p: keep the smallest set of most likely ids whose probability reaches
+      p; None for all.
+  """
+
+  temperature: float = 1.0
+  top_k: int | None = None
+  top_p: float | None = None
+
+  def __post_init__(self):
+    if not self.temperature >= 0:
+      raise ValueError(f"temperature must be ≥ 0, not {self.temperature}.")
+    if self.top_k is not None and self.top_k < 1:
+      raise ValueError(f"top_k must be at least 1, not {self.top_k}.")
+    if self.top_p is not None and not 0 < self.top_p <= 1:
+      raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}.")
+
+
+def noise(key, row, position, size: int, dtype) -> jax.Array:
+  """Gumbel noise of one row and position, [size]."""
+  key = jax.random.fold_in(jax.random.fold_in(key, row), position)
+  return jax.random.gumbel(key, (size,), dtype)
+
+
+def block_noise(law: Law, key, rows_N, positions_NT, size: int, dtype):
+  """`noise` of several rows and positions, [N, T, size]; None if greedy."""
+  if not law.temperature:
+    return None
+  return jax.vmap(
+      lambda row, positions_T: jax.vmap(
+          lambda position: noise(key, row, position, size, dtype)
+      )(positions_T)
+  )(rows_N, positions_NT)
+
+
+def truncate(log_probs_NV, law: Law):
+  """Log-probs with −∞ for the ids that top-k and top-p leave out.
+
+  Both look at the distribution they are given; an id is kept if both keep it.
+  """
+  if law.top_k is None and law.top_p in (None, 1.0):
+    return log_probs_NV
+  order_NV = jnp.argsort(-log_probs_NV, axis=-1)
+  sorted_NV = jnp.take_along_axis(log_probs_NV, order_NV, axis=-1)
+  keep_NV = jnp.ones(sorted_NV.shape, bool)
+  if law.top_k is not None:
+    keep_NV &= (jnp.arange(sorted_NV.shape[-1]) < law.top_k)[None]
+  if law.top_p is not None and law.top_p < 1:  # 1 less rounding keeps all
+    probs_NV = jnp.exp(sorted_NV)
+    # Mass of the ids before: the one that reaches p is the last that is kept.
+    keep_NV &= jnp.cumsum(probs_NV, axis=-1) - probs_NV < law.top_p
+  rank_NV = jnp.argsort(order_NV, axis=-1)
+  keep_NV = jnp.take_along_axis(keep_NV, rank_NV, axis=-1)
+  return jnp.where(keep_NV, log_probs_NV, -jnp.inf)
+
+
+def draw(law: Law, logits_NV, noise_NV):
+  """argmax(truncated log p / τ + noise), a token a row.
+
+  Args:
+    law: temperature and truncation.
+    logits_NV: at least float32.
+    noise_NV: of `noise`; not read if the law is greedy.
+
+  Returns:
+    i32 tokens_N, and their log-probs under the temperature and before
+    truncation; greedy ones are scored at temperature 1.
+  """
+  tempered_NV = logits_NV / (law.temperature or 1.0)
+  log_probs_NV = jax.nn.log_softmax(tempered_NV, axis=-1)
+  score_NV = truncate(log_probs_NV, law)
+  if law.temperature:
+    score_NV += noise_NV
+  token_N = jnp.argmax(score_NV, axis=-1).astype(jnp.int32)
+  log_prob_N = jnp.take_along_axis(log_probs_NV, token_N[:, None], axis=-1)
+  return token_N, log_prob_N[:, 0]

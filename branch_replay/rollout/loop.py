@@ -1,0 +1,116 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds in batch buckets: finished rows are compacted away.
+
+The G rows are run together until those that are unfinished fit the next
+smaller bucket, a power of two; then they go on there. One loop is compiled for
+every bucket that is reached, and the host decides between two of them.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import config as config_lib
+from branch_replay.models import decoder
+from branch_replay.rollout import block
+from branch_replay.rollout import law as law_lib
+from branch_replay.rollout import result
+from branch_replay.rollout import round as round_lib
+from branch_replay.rollout.result import Finish
+from branch_replay.rollout.result import Rollout
+
+
+def buckets(branches: int) -> tuple[int, ...]:
+  """Batch sizes of a group: G, then every power of two below it."""
+  below = (1 << i for i in reversed(range((branches - 1).bit_length())))
+  return branches, *below
+
+
+def start(model: decoder.Decoder, branches: int, room: int):
+  """Answers and rows of a group before its first round."""
+  config = model.config
+  dtype = config_lib.at_least_float32(config.compute_dtype)
+  rows = round_lib.Rows(
+      jnp.arange(branches, dtype=jnp.int32),
+      block.empty_cache(config, branches, room),
+  )
+  return result.empty(branches, room, dtype), rows
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def rounds(
+    task: round_lib.Task, inputs: round_lib.Inputs, answers: Rollout,
+    rows: round_lib.Rows, most_running,
+):
+  """Rounds until at most `most_running` of the rows are unfinished.
+
+  Returns:
+    Answers, rows, and how many rounds there were.
+  """
+  def unfinished(carry):
+    answers, rows, _ = carry
+    running_N = answers.finish[rows.ids_N] == Finish.RUNNING
+    return jnp.sum(running_N, dtype=jnp.int32) > most_running
+
+  def one(carry):
+    answers, rows, count = carry
+    answers, rows = round_lib.advance(task, inputs, answers, rows)
+    return answers, rows, count + 1
+
+  return lax.while_loop(unfinished, one, (answers, rows, jnp.int32(0)))
+
+
+@jax.jit
+def keep(rows: round_lib.Rows, index) -> round_lib.Rows:
+  """Some of the rows, in the order of `index`."""
+  return round_lib.Rows(
+      rows.ids_N[index],
+      tuple(jnp.take(x, index, axis=2) for x in rows.cache),
+  )
+
+
+def run(
+    model: decoder.Decoder, law: law_lib.Law, inputs: round_lib.Inputs, *,
+    branches: int, room: int, compact: bool = True,
+) -> Rollout:
+  """All rounds of a group.
+
+  Args:
+    model: the decoder.
+    law: of the tokens.
+    inputs: parameters, prompt, key and ends.
+    branches: G.
+    room: tokens there is room for, at least the limit.
+    compact: whether finished rows are left out.
+
+  Returns:
+    The rollout, without its state.
+  """
+  sizes = buckets(branches) if compact else (branches,)
+  task = round_lib.Task(model, law)
+  answers, rows = start(model, branches, room)
+  finished_N = np.zeros(branches, bool)
+  work, tokens = [], 0
+  for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+    count, before, began = 0, tokens, time.perf_counter()
+    if np.sum(~finished_N) > smaller:  # else they fit the next bucket
+      if finished_N.size > size:
+        # Unfinished rows first; finished ones fill the bucket up.
+        order = np.argsort(finished_N, kind="stable")[:size]
+        rows = keep(rows, order.astype(np.int32))
+      answers, rows, count = rounds(
+          task, inputs, answers, rows, np.int32(smaller)
+      )
+      finish_G, ids_N = np.asarray(answers.finish), np.asarray(rows.ids_N)
+      finished_N = finish_G[ids_N] != Finish.RUNNING
+      tokens = int(np.sum(answers.lengths))
+    seconds = time.perf_counter() - began
+    work.append((size, int(count), tokens - before, seconds))
+  columns = map(np.asarray, zip(*work, strict=True))
+  return dataclasses.replace(answers, work=result.Work(*columns))

@@ -1,0 +1,87 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout returns."""
+
+import dataclasses
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import state as state_lib
+
+
+class Finish(enum.IntEnum):
+  """Why a row ended. In a returned rollout no row is running."""
+
+  RUNNING = 0
+  STOP = 1  # with a stop id
+  LENGTH = 2  # truncated at the most tokens allowed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What every batch bucket did, largest first: for a log.
+
+  Attributes:
+    buckets: i64[B], rows that are run at a time.
+    rounds: i64[B], forward passes of that many rows; 0 for a skipped bucket.
+    tokens: i64[B], tokens that these rounds gave.
+    seconds: f64[B], wall time; a first run of its kind compiles in it.
+  """
+
+  buckets: np.ndarray
+  rounds: np.ndarray
+  tokens: np.ndarray
+  seconds: np.ndarray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """Sampled branches.
+
+  Attributes:
+    tokens: i32[G, T], 0 after a row's end; a stop id is part of its row.
+    lengths: i32[G], sampled tokens of each row.
+    log_probs: f32[G, T], of the sampled tokens under the temperature and
+      before truncation: what `log_probs(..., temperature=τ)` gives. Greedy
+      rows are scored at temperature 1.
+    finish: i32[G], a `Finish` each.
+    rounds: i32[G], forward passes each row took part in.
+    state: the captured prefix, to be replayed for learning.
+    work: what every batch bucket did.
+  """
+
+  tokens: jax.Array
+  lengths: jax.Array
+  log_probs: jax.Array
+  finish: jax.Array
+  rounds: jax.Array
+  state: state_lib.PrefixState | None = None
+  work: Work | None = None
+
+  @property
+  def finished(self) -> jax.Array:
+    """bool[G], whether a row ended with a stop id; others were truncated."""
+    return self.finish == Finish.STOP
+
+  def tails(self) -> list[list[int]]:
+    """The sampled ids, row by row, without padding."""
+    return [
+        row[:length].tolist()
+        for row, length in zip(self.tokens, self.lengths, strict=True)
+    ]
+
+
+def empty(branches: int, room: int, dtype) -> Rollout:
+  """G rows of no tokens yet, and room for some."""
+  return Rollout(
+      tokens=jnp.zeros((branches, room), jnp.int32),
+      lengths=jnp.zeros(branches, jnp.int32),
+      log_probs=jnp.zeros((branches, room), dtype),
+      finish=jnp.full(branches, Finish.RUNNING, jnp.int32),
+      rounds=jnp.zeros(branches, jnp.int32),
+  )
