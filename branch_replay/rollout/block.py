@@ -28,6 +28,11 @@ def empty_cache(config: config_lib.ModelConfig, rows: int, room: int):
   return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2))
 
 
+def keep(cache, index):
+  """The cache of some of the rows, in the order of `index`."""
+  return tuple(jnp.take(x, index, axis=2) for x in cache)
+
+
 def slots(starts_N, tokens: int):
   """i32[N, T]: the cache slots of a block of T inputs."""
   return starts_N[:, None] + jnp.arange(tokens, dtype=starts_N.dtype)[None]

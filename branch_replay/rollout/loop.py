@@ -7,6 +7,7 @@ smaller bucket, a power of two; then they go on there. One loop is compiled for
 every bucket that is reached, and the host decides between two of them.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import functools
 import time
@@ -22,6 +23,8 @@ from branch_replay.rollout import block
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import result
 from branch_replay.rollout import round as round_lib
+from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import Task
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
 
@@ -32,20 +35,26 @@ def buckets(branches: int) -> tuple[int, ...]:
   return branches, *below
 
 
-def start(model: decoder.Decoder, branches: int, room: int):
+def start(
+    model: decoder.Decoder, inputs: Inputs, drafter, branches: int, room: int
+):
   """Answers and rows of a group before its first round."""
   config = model.config
-  dtype = config_lib.at_least_float32(config.compute_dtype)
+  memory = None
+  if drafter is not None:
+    memory = drafter.init(model, inputs, branches, room)
   rows = round_lib.Rows(
       jnp.arange(branches, dtype=jnp.int32),
       block.empty_cache(config, branches, room),
+      memory,
   )
+  dtype = config_lib.at_least_float32(config.compute_dtype)
   return result.empty(branches, room, dtype), rows
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def rounds(
-    task: round_lib.Task, inputs: round_lib.Inputs, answers: Rollout,
+    task: Task, inputs: Inputs, drafter, answers: Rollout,
     rows: round_lib.Rows, most_running,
 ):
   """Rounds until at most `most_running` of the rows are unfinished.
@@ -60,24 +69,26 @@ def rounds(
 
   def one(carry):
     answers, rows, count = carry
-    answers, rows = round_lib.advance(task, inputs, answers, rows)
+    answers, rows = round_lib.advance(task, inputs, drafter, answers, rows)
     return answers, rows, count + 1
 
   return lax.while_loop(unfinished, one, (answers, rows, jnp.int32(0)))
 
 
 @jax.jit
-def keep(rows: round_lib.Rows, index) -> round_lib.Rows:
+def keep(drafter, rows: round_lib.Rows, index) -> round_lib.Rows:
   """Some of the rows, in the order of `index`."""
+  memory = rows.memory
+  if drafter is not None:
+    memory = drafter.keep(memory, index)
   return round_lib.Rows(
-      rows.ids_N[index],
-      tuple(jnp.take(x, index, axis=2) for x in rows.cache),
+      rows.ids_N[index], block.keep(rows.cache, index), memory
   )
 
 
 def run(
-    model: decoder.Decoder, law: law_lib.Law, inputs: round_lib.Inputs, *,
-    branches: int, room: int, compact: bool = True,
+    model: decoder.Decoder, law: law_lib.Law, inputs: Inputs, drafter,
+    draft_lengths: Mapping[int, int], *, branches: int, room: int,
 ) -> Rollout:
   """All rounds of a group.
 
@@ -85,32 +96,36 @@ def run(
     model: the decoder.
     law: of the tokens.
     inputs: parameters, prompt, key and ends.
-    branches: G.
+    drafter: see `drafters.drafter`, or None.
+    draft_lengths: by bucket, largest first; of buckets that are left out,
+      finished rows are kept.
+    branches: G, the first bucket.
     room: tokens there is room for, at least the limit.
-    compact: whether finished rows are left out.
 
   Returns:
     The rollout, without its state.
   """
-  sizes = buckets(branches) if compact else (branches,)
-  task = round_lib.Task(model, law)
-  answers, rows = start(model, branches, room)
+  answers, rows = start(model, inputs, drafter, branches, room)
   finished_N = np.zeros(branches, bool)
   work, tokens = [], 0
+  sizes = tuple(draft_lengths)
   for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
     count, before, began = 0, tokens, time.perf_counter()
     if np.sum(~finished_N) > smaller:  # else they fit the next bucket
       if finished_N.size > size:
         # Unfinished rows first; finished ones fill the bucket up.
         order = np.argsort(finished_N, kind="stable")[:size]
-        rows = keep(rows, order.astype(np.int32))
+        rows = keep(drafter, rows, order.astype(np.int32))
       answers, rows, count = rounds(
-          task, inputs, answers, rows, np.int32(smaller)
+          Task(model, law, draft_lengths[size]), inputs, drafter, answers,
+          rows, np.int32(smaller),
       )
       finish_G, ids_N = np.asarray(answers.finish), np.asarray(rows.ids_N)
       finished_N = finish_G[ids_N] != Finish.RUNNING
       tokens = int(np.sum(answers.lengths))
     seconds = time.perf_counter() - began
-    work.append((size, int(count), tokens - before, seconds))
+    work.append(
+        (size, draft_lengths[size], int(count), tokens - before, seconds)
+    )
   columns = map(np.asarray, zip(*work, strict=True))
   return dataclasses.replace(answers, work=result.Work(*columns))

@@ -23,16 +23,18 @@ class Finish(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What every batch bucket did, largest first: for a log.
+  """What every batch bucket did, largest first: for a log and a tuner.
 
   Attributes:
     buckets: i64[B], rows that are run at a time.
+    draft_lengths: i64[B], tokens drafted a round.
     rounds: i64[B], forward passes of that many rows; 0 for a skipped bucket.
     tokens: i64[B], tokens that these rounds gave.
     seconds: f64[B], wall time; a first run of its kind compiles in it.
   """
 
   buckets: np.ndarray
+  draft_lengths: np.ndarray
   rounds: np.ndarray
   tokens: np.ndarray
   seconds: np.ndarray
@@ -51,6 +53,8 @@ class Rollout:
       rows are scored at temperature 1.
     finish: i32[G], a `Finish` each.
     rounds: i32[G], forward passes each row took part in.
+    drafted: i32[G], tokens that were drafted for it.
+    accepted: i32[G], how many of these it took.
     state: the captured prefix, to be replayed for learning.
     work: what every batch bucket did.
   """
@@ -60,6 +64,8 @@ class Rollout:
   log_probs: jax.Array
   finish: jax.Array
   rounds: jax.Array
+  drafted: jax.Array
+  accepted: jax.Array
   state: state_lib.PrefixState | None = None
   work: Work | None = None
 
@@ -67,6 +73,11 @@ class Rollout:
   def finished(self) -> jax.Array:
     """bool[G], whether a row ended with a stop id; others were truncated."""
     return self.finish == Finish.STOP
+
+  @property
+  def accept_lengths(self) -> jax.Array:
+    """f32[G], tokens of a row per forward pass; 1 where nothing is drafted."""
+    return self.lengths / self.rounds
 
   def tails(self) -> list[list[int]]:
     """The sampled ids, row by row, without padding."""
@@ -78,10 +89,15 @@ class Rollout:
 
 def empty(branches: int, room: int, dtype) -> Rollout:
   """G rows of no tokens yet, and room for some."""
+  def zeros():
+    return jnp.zeros(branches, jnp.int32)
+
   return Rollout(
       tokens=jnp.zeros((branches, room), jnp.int32),
-      lengths=jnp.zeros(branches, jnp.int32),
+      lengths=zeros(),
       log_probs=jnp.zeros((branches, room), dtype),
       finish=jnp.full(branches, Finish.RUNNING, jnp.int32),
-      rounds=jnp.zeros(branches, jnp.int32),
+      rounds=zeros(),
+      drafted=zeros(),
+      accepted=zeros(),
   )

@@ -1,47 +1,28 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One round: every row runs its last token and draws what follows."""
+"""One round: draft, run the block, draw, accept.
+
+A row that ends in token x, with drafts y₁ … yₖ, runs the block x, y₁ … yₖ and
+draws a token after each. yⱼ is accepted if it is the jᵗʰ token drawn and all
+before it were accepted; then what was drawn after it holds too. So a round
+gives from 1 to 1 + k tokens a row, the same ones that k = 0 gives one by one
+(coupling: Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+"""
 
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from branch_replay import state as state_lib
-from branch_replay.models import decoder
 from branch_replay.rollout import block
 from branch_replay.rollout import law as law_lib
+from branch_replay.rollout.drafters import drafter as drafter_lib
+from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import Task
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-  """The static half of a rollout: what a compilation depends on."""
-
-  model: decoder.Decoder
-  law: law_lib.Law
-
-
-class Inputs(NamedTuple):
-  """What a rollout is a function of; no round changes it.
-
-  Attributes:
-    params: of the model.
-    state: the captured prefix: the prompt without its last token.
-    boundary: i32[], the last token of the prompt.
-    key: of the noise.
-    stop_ids: i32[any], ids that end a row.
-    limit: i32[], the most tokens of a row.
-  """
-
-  params: dict
-  state: state_lib.PrefixState
-  boundary: jax.Array
-  key: jax.Array
-  stop_ids: jax.Array
-  limit: jax.Array
 
 
 class Rows(NamedTuple):
@@ -50,43 +31,58 @@ class Rows(NamedTuple):
   Attributes:
     ids_N: i32, which of the G rows.
     cache: of `block`, all tokens of the row so far but the last.
+    memory: of the drafter; None without one.
   """
 
   ids_N: jax.Array
   cache: tuple[jax.Array, jax.Array]
+  memory: Any = None
 
 
-def end(tokens_NT, lengths_N, inputs: Inputs):
-  """Where rows end within a block of tokens that all hold.
+def accept(draft_Nk, tokens_NT):
+  """i32[N]: how many drafts of each row hold, from the first on.
 
   Args:
-    tokens_NT: i32, what follows each row.
+    draft_Nk: i32, the drafted tokens.
+    tokens_NT: i32[N, k + 1], what was drawn in their places, and one more.
+  """
+  same_Nk = draft_Nk == tokens_NT[:, : draft_Nk.shape[1]]
+  held_Nk = jnp.cumprod(same_Nk.astype(jnp.int32), axis=1)
+  return jnp.sum(held_Nk, axis=1, dtype=jnp.int32)
+
+
+def end(tokens_NT, held_N, lengths_N, inputs: Inputs):
+  """Where rows end within a block.
+
+  Args:
+    tokens_NT: i32, what was drawn.
+    held_N: i32, how many of these hold.
     lengths_N: i32, tokens of each row before.
     inputs: with the stop ids and the limit.
 
   Returns:
     i32 emitted_N, how many of the tokens the row takes, and finish_N.
   """
-  size = tokens_NT.shape[1]
   stops_NT = jnp.isin(tokens_NT, inputs.stop_ids)
   through_stop_N = jnp.where(
-      jnp.any(stops_NT, axis=1), jnp.argmax(stops_NT, axis=1) + 1, size + 1
+      jnp.any(stops_NT, axis=1),
+      jnp.argmax(stops_NT, axis=1) + 1,
+      tokens_NT.shape[1] + 1,
   )
   room_N = inputs.limit - lengths_N
-  emitted_N = jnp.minimum(jnp.minimum(through_stop_N, room_N), size)
-  finish_N = jnp.where(
-      emitted_N == room_N, Finish.LENGTH, Finish.RUNNING
-  )
+  emitted_N = jnp.minimum(jnp.minimum(through_stop_N, room_N), held_N)
+  finish_N = jnp.where(emitted_N == room_N, Finish.LENGTH, Finish.RUNNING)
   finish_N = jnp.where(emitted_N == through_stop_N, Finish.STOP, finish_N)
   return emitted_N.astype(jnp.int32), finish_N.astype(jnp.int32)
 
 
-def advance(task: Task, inputs: Inputs, answers: Rollout, rows: Rows):
-  """One round.
+def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
+  """One round of N rows.
 
   Args:
     task: the static half.
     inputs: what does not change.
+    drafter: see `drafters.drafter`; None if task.draft_length is 0.
     answers: of all G rows, so far.
     rows: those that are run. A finished one may be among them: it is run and
       takes nothing.
@@ -94,41 +90,69 @@ def advance(task: Task, inputs: Inputs, answers: Rollout, rows: Rows):
   Returns:
     The answers and the rows after the round.
   """
-  ids_N = rows.ids_N
-  lengths_N = answers.lengths[ids_N]
-  last_N = jnp.where(
-      lengths_N > 0,
-      answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)],
-      inputs.boundary,
-  )
+  view = _view(task, inputs, answers, rows.ids_N)
+  memory = rows.memory
+  draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
+  if drafter is not None:
+    draft_Nk, memory = drafter.propose(task, memory, view)
   hidden_NTM, cache = block.run(
-      task.model, inputs.params, inputs.state, rows.cache, lengths_N,
-      last_N[:, None],
+      task.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
+      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
   )
-  table_VM = block.head_table(task.model, inputs.params)
-  logits_NV = block.logits(hidden_NTM[:, 0], table_VM)
-  positions_NT = inputs.state.length + 1 + block.slots(lengths_N, 1)
+  tokens_NT, log_probs_NT = _draw(task, inputs, hidden_NTM, view.noise_NTV)
+  accepted_N = accept(draft_Nk, tokens_NT)
+  emitted_N, finish_N = end(tokens_NT, accepted_N + 1, view.lengths_N, inputs)
+  finish_before_N = answers.finish[rows.ids_N]
+  running_N = finish_before_N == Finish.RUNNING
+  emitted_N = jnp.where(running_N, emitted_N, 0)
+  ran_N = running_N.astype(jnp.int32)
+  answers = dataclasses.replace(
+      _append(answers, rows.ids_N, tokens_NT, log_probs_NT, emitted_N),
+      finish=answers.finish.at[rows.ids_N].set(
+          jnp.where(running_N, finish_N, finish_before_N)
+      ),
+      rounds=answers.rounds.at[rows.ids_N].add(ran_N),
+      drafted=answers.drafted.at[rows.ids_N].add(task.draft_length * ran_N),
+      accepted=answers.accepted.at[rows.ids_N].add(
+          jnp.minimum(accepted_N, emitted_N)
+      ),
+  )
+  if drafter is not None:
+    outcome = drafter_lib.Outcome(hidden_NTM, tokens_NT, emitted_N)
+    memory = drafter.observe(task, memory, view, outcome)
+  return answers, Rows(rows.ids_N, cache, memory)
+
+
+def _view(task: Task, inputs: Inputs, answers: Rollout, ids_N):
+  lengths_N = answers.lengths[ids_N]
+  last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]
+  slots_NT = block.slots(lengths_N, 1 + task.draft_length)
   noise_NTV = law_lib.block_noise(
-      task.law, inputs.key, ids_N, positions_NT, *logits_NV.shape[1:],
-      logits_NV.dtype,
+      task.law, inputs.key, ids_N, inputs.state.length + 1 + slots_NT,
+      task.model.config.vocab_size, answers.log_probs.dtype,
   )
-  token_N, log_prob_N = law_lib.draw(
-      task.law, logits_NV, None if noise_NTV is None else noise_NTV[:, 0]
+  return drafter_lib.View(
+      inputs, answers, ids_N, lengths_N,
+      jnp.where(lengths_N > 0, last_N, inputs.boundary), noise_NTV,
   )
-  emitted_N, finish_N = end(token_N[:, None], lengths_N, inputs)
-  running_N = answers.finish[ids_N] == Finish.RUNNING
-  answers = take(
-      answers, ids_N, token_N[:, None], log_prob_N[:, None],
-      jnp.where(running_N, emitted_N, 0),
-      jnp.where(running_N, finish_N, answers.finish[ids_N]),
-  )
-  return answers, rows._replace(cache=cache)
 
 
-def take(
-    answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N, finish_N
-) -> Rollout:
-  """Answers with the first `emitted_N` tokens of a block appended."""
+def _draw(task: Task, inputs: Inputs, hidden_NTM, noise_NTV):
+  """The token after each of a block, and its log-prob, [N, T] both."""
+  shape = hidden_NTM.shape[:2]
+  logits_BV = block.logits(
+      hidden_NTM.reshape(-1, hidden_NTM.shape[-1]),
+      block.head_table(task.model, inputs.params),
+  )
+  noise_BV = None
+  if noise_NTV is not None:
+    noise_BV = noise_NTV.reshape(logits_BV.shape)
+  tokens_B, log_probs_B = law_lib.draw(task.law, logits_BV, noise_BV)
+  return tokens_B.reshape(shape), log_probs_B.reshape(shape)
+
+
+def _append(answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N):
+  """Answers with the first `emitted_N` tokens of a block at their ends."""
   room, size = answers.tokens.shape[1], tokens_NT.shape[1]
   slots_NT = block.slots(answers.lengths[ids_N], size)
   emitted_NT = jnp.arange(size)[None] < emitted_N[:, None]
@@ -138,6 +162,4 @@ def take(
       tokens=answers.tokens.at[at].set(tokens_NT, mode="drop"),
       log_probs=answers.log_probs.at[at].set(log_probs_NT, mode="drop"),
       lengths=answers.lengths.at[ids_N].add(emitted_N),
-      finish=answers.finish.at[ids_N].set(finish_N),
-      rounds=answers.rounds.at[ids_N].add((emitted_N > 0).astype(jnp.int32)),
   )

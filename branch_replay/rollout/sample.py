@@ -3,15 +3,19 @@
 """Sampling of a group's branches from one captured prefix.
 
 A rollout is a pure function of parameters, prompt and key: how it is computed
-(buckets, schedule, a state given) does not enter, see docs/rollouts.md.
+(drafts, buckets, schedule, a state given) does not enter, see docs/rollouts.md.
 
-  law.py     the distribution of a token, and its draw
-  block.py   new tokens of every row through the decoder
-  round.py   one round of the rows
-  loop.py    rounds in batch buckets
-  result.py  what comes back
+  law.py      the distribution of a token, and its draw
+  problem.py  what a rollout is a function of
+  block.py    new tokens of every row through the decoder
+  round.py    draft, run, draw, accept
+  loop.py     rounds in batch buckets
+  result.py   what comes back
+  drafters/   who guesses tokens ahead
+  tuner.py    how many to guess
 """
 
+from collections.abc import Mapping
 import dataclasses
 
 import jax.numpy as jnp
@@ -22,7 +26,8 @@ from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import loop
-from branch_replay.rollout import round as round_lib
+from branch_replay.rollout.drafters.drafter import Drafter
+from branch_replay.rollout.problem import Inputs
 from branch_replay.rollout.result import Rollout
 from branch_replay.schedule import Schedule
 
@@ -37,6 +42,8 @@ def sample(
     max_tokens: int,
     law: law_lib.Law = law_lib.Law(),
     stop_ids: tuple[int, ...] = (),
+    drafter: Drafter | None = None,
+    draft_length: int | Mapping[int, int] = 0,
     compact: bool = True,
     state: state_lib.PrefixState | None = None,
     version=None,
@@ -55,8 +62,12 @@ def sample(
     max_tokens: T, the most tokens of an answer.
     law: temperature and truncation.
     stop_ids: ids that end an answer.
+    drafter: guesses tokens ahead, see `rollout.drafters`; a good one saves
+      rounds, and none changes a token.
+    draft_length: k, how many it guesses a round; or one for every batch bucket,
+      as `tuner.plan` returns them. 0 runs without the drafter.
     compact: whether rows go on in smaller batches as others finish; which
-      never changes them.
+      never changes them either.
     state: of this prompt and these parameters, if captured before.
     version: what that state is marked with, if not by a fingerprint.
     schedule: of the capture.
@@ -65,14 +76,16 @@ def sample(
     The rollout, with the state to learn from.
 
   Raises:
-    ValueError: an empty prompt or group, ids outside the vocabulary, or more
-      positions than the model has.
+    ValueError: an empty prompt or group, ids outside the vocabulary, more
+      positions than the model has, or drafts without a drafter.
   """
   config = model.config
   if branches < 1 or max_tokens < 1:
     raise ValueError(
         f"branches={branches} and max_tokens={max_tokens} must be at least 1."
     )
+  sizes = loop.buckets(branches) if compact else (branches,)
+  draft_lengths = _draft_lengths(draft_length, sizes, drafter)
   group_lib.check_tokens(stop_ids, config, "stop ids")
   group = group_lib.Group.create(prompt, [[]], config=config)
   length = int(group.prompt_length)
@@ -83,13 +96,13 @@ def sample(
     state = prefix.capture(model, params, group, schedule=schedule)
   else:
     prefix.check_samplable(state, params, group, version)
-  inputs = round_lib.Inputs(
+  inputs = Inputs(
       params, state, group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),
   )
   rollout = loop.run(
-      model, law, inputs, branches=branches, compact=compact,
-      room=group_lib.bucket(max_tokens),
+      model, law, inputs, drafter if any(draft_lengths.values()) else None,
+      draft_lengths, branches=branches, room=group_lib.bucket(max_tokens),
   )
   return dataclasses.replace(
       rollout,
@@ -97,3 +110,24 @@ def sample(
       log_probs=rollout.log_probs[:, :max_tokens],
       state=state,
   )
+
+
+def _draft_lengths(draft_length, sizes, drafter) -> dict[int, int]:
+  """k of every batch bucket, largest first."""
+  if not isinstance(draft_length, Mapping):
+    draft_length = dict.fromkeys(sizes, draft_length)
+  missing = [size for size in sizes if size not in draft_length]
+  if missing:
+    raise ValueError(
+        f"draft_length has no entry for the batch buckets {missing}; it needs "
+        f"one for each of {list(sizes)}."
+    )
+  lengths = {size: draft_length[size] for size in sizes}
+  if min(lengths.values()) < 0:
+    raise ValueError(f"draft_length must be at least 0: {lengths}.")
+  if drafter is None and any(lengths.values()):
+    raise ValueError(
+        f"Draft lengths {lengths} without a drafter: pass drafter=, for "
+        "instance rollout.drafters.NGram()."
+    )
+  return lengths

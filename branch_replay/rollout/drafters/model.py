@@ -1,0 +1,88 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts with another decoder of the same vocabulary."""
+
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.rollout import block
+from branch_replay.rollout import law as law_lib
+from branch_replay.rollout.drafters.drafter import View
+from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import Task
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A decoder, usually a small one, that draws with the same noise.
+
+  Attributes:
+    model: the decoder.
+    params: its parameters.
+    state: the prompt, captured with these.
+  """
+
+  params: dict
+  state: state_lib.PrefixState
+  model: decoder.Decoder = dataclasses.field(metadata=dict(static=True))
+
+  def init(
+      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+  ):
+    """Its own cache; checks that it reads the same ids of the same prompt."""
+    sizes = self.model.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1]:
+      raise ValueError(
+          f"The drafter's vocabulary of {sizes[0]} is not the model's of "
+          f"{sizes[1]}: take a drafter with the same tokenizer."
+      )
+    length = int(inputs.state.length)
+    if int(self.state.length) != length or jnp.any(
+        self.state.tokens[:length] != inputs.state.tokens[:length]
+    ):
+      raise ValueError(
+          "The drafter's state holds another prompt: capture this one with the "
+          "drafter's model."
+      )
+    return block.empty_cache(self.model.config, branches, room)
+
+  def propose(self, task: Task, memory, view: View):
+    """Runs k + 1 tokens, one after the other.
+
+    The last one is run only to be cached, so that the cache holds every
+    accepted token whatever their number is.
+    """
+    table_VM = block.head_table(self.model, self.params)
+
+    def step(carry, inputs):
+      cache, token_N = carry
+      index, noise_NV = inputs
+      hidden_NTM, cache = block.run(
+          self.model, self.params, self.state, cache, view.lengths_N + index,
+          token_N[:, None],
+      )
+      logits_NV = block.logits(hidden_NTM[:, 0], table_VM)
+      token_N, _ = law_lib.draw(task.law, logits_NV, noise_NV)
+      return (cache, token_N), token_N
+
+    noise_TNV = None
+    if view.noise_NTV is not None:
+      noise_TNV = view.noise_NTV.swapaxes(0, 1)
+    places = jnp.arange(task.draft_length + 1, dtype=jnp.int32)
+    (cache, _), tokens_TN = lax.scan(
+        step, (memory, view.last_N), (places, noise_TNV)
+    )
+    return tokens_TN[:-1].T, cache
+
+  def observe(self, task, memory, view, outcome):
+    del task, view, outcome
+    return memory
+
+  def keep(self, memory, index):
+    return block.keep(memory, index)
