@@ -1,9 +1,18 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters for speculative sampling; `drafter.py` is the interface."""
+"""Drafters for speculative sampling.
+
+  drafter.py       the interface
+  ngram.py         what followed the same words before
+  model.py         another decoder
+  learned.py       one trained layer on the model's hidden state
+  learned_loss.py  what it is trained on
+  vocabulary.py    the ids it drafts
+"""
 
 from branch_replay.rollout.drafters.drafter import Drafter
+from branch_replay.rollout.drafters.learned import Learned
 from branch_replay.rollout.drafters.model import Model
 from branch_replay.rollout.drafters.ngram import NGram
 
-__all__ = ["Drafter", "Model", "NGram"]
+__all__ = ["Drafter", "Learned", "Model", "NGram"]

@@ -1,0 +1,193 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts with one trained decoder layer on the model's last hidden state.
+
+With h_t the model's hidden state after token x_t, item t of a row is the pair
+(h_t, x_{t+1}), from which the layer predicts h_{t+1} and so, through the
+model's own head, x_{t+2}. Where h is not known yet its prediction takes its
+place. Embedding, final norm and head are the model's, read when needed, so
+they are never stale; the layer and the map that joins the pair are trained.
+
+The layer attends to the row's earlier items, whose keys and values are its own,
+and to the prompt through the keys and values that the *model's* last layer left
+in the captured state: nothing of the prompt is run again or copied. Of a row's
+first round nothing is known, and its first draft is blind.
+
+Sources: the alignment is that of Li et al. 2024 (EAGLE),
+https://arxiv.org/abs/2401.15077; reading the model's keys that of Du et al.
+2024 (GliDe), https://arxiv.org/abs/2402.02082.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay import segment
+from branch_replay.models import decoder
+from branch_replay.ops import attention
+from branch_replay.rollout import block
+from branch_replay.rollout import law as law_lib
+from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
+from branch_replay.rollout.drafters.drafter import Outcome
+from branch_replay.rollout.drafters.drafter import View
+from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import Task
+
+
+class Memory(NamedTuple):
+  """Of N rows.
+
+  Attributes:
+    cache: of `block`, of one layer: all items of the rows so far.
+    hidden_NM: the prediction from the last of them.
+  """
+
+  cache: tuple[jax.Array, jax.Array]
+  hidden_NM: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Learned:
+  """The drafter; `create` makes an untrained one.
+
+  Attributes:
+    params: `pair/kernel` [2M, M], and `layer`, like one of the model's.
+    vocabulary: i32[U], the ids it drafts, in ascending order.
+  """
+
+  params: dict
+  vocabulary: jax.Array
+
+  @classmethod
+  def create(
+      cls, model: decoder.Decoder, params, vocabulary: Sequence[int], key
+  ) -> "Learned":
+    """A drafter whose layer starts as the model's last one.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      vocabulary: ids, of `vocabulary.most_frequent`.
+      key: a PRNG key.
+
+    Raises:
+      ValueError: ids that are no vocabulary of this model.
+    """
+    vocabulary_lib.check(vocabulary, model.config.vocab_size)
+    width, dtype = model.config.width, model.config.param_dtype
+    kernel = jax.nn.initializers.lecun_normal()(key, (2 * width, width), dtype)
+    last = jax.tree.map(lambda x: jnp.copy(x[-1]), params["layers"])
+    return cls(
+        {"pair": {"kernel": kernel}, "layer": last},
+        jnp.asarray(vocabulary, jnp.int32),
+    )
+
+  def with_params(self, params, vocabulary) -> "Learned":
+    """The drafter with parameters that were trained meanwhile, or restored.
+
+    Args:
+      params: like `self.params`.
+      vocabulary: the one they were trained with.
+
+    Raises:
+      ValueError: it is another vocabulary.
+    """
+    vocabulary_lib.check_same(self.vocabulary, vocabulary)
+    return dataclasses.replace(self, params=params)
+
+  def init(
+      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+  ) -> Memory:
+    del inputs
+    config = model.config
+    rows = self.params["pair"]["kernel"].shape[0]
+    if rows != 2 * config.width:
+      raise ValueError(
+          f"The drafter was made for a model of width {rows // 2}, this one "
+          f"has {config.width}."
+      )
+    one_layer = dataclasses.replace(config, num_layers=1)
+    return Memory(
+        block.empty_cache(one_layer, branches, room),
+        jnp.zeros((branches, config.width), config.compute_dtype),
+    )
+
+  def propose(self, task: Task, memory: Memory, view: View):
+    table_UM = block.head_table(task.model, view.inputs.params)[
+        self.vocabulary
+    ]
+    cache, hidden_NM = memory
+    drafts = []
+    for index in range(task.draft_length):
+      if index:
+        hidden_N1M, cache = self._run(
+            task.model, view.inputs, cache, view.lengths_N + index - 1,
+            hidden_NM[:, None], drafts[-1][:, None],
+        )
+        hidden_NM = hidden_N1M[:, 0]
+      noise_NU = None
+      if view.noise_NTV is not None:
+        noise_NU = view.noise_NTV[:, index, self.vocabulary]
+      chosen_N, _ = law_lib.draw(
+          task.law, block.logits(hidden_NM, table_UM), noise_NU
+      )
+      drafts.append(self.vocabulary[chosen_N])
+    draft_Nk = (
+        jnp.stack(drafts, axis=1) if drafts
+        else jnp.zeros((view.ids_N.size, 0), jnp.int32)
+    )
+    # Items made of predictions are stale: `observe` writes over all of them.
+    return draft_Nk, Memory(cache, memory.hidden_NM)
+
+  def observe(
+      self, task: Task, memory: Memory, view: View, outcome: Outcome
+  ) -> Memory:
+    hidden_NTM, cache = self._run(
+        task.model, view.inputs, memory.cache, view.lengths_N,
+        outcome.hidden_NTM, outcome.tokens_NT,
+    )
+    last_N11 = jnp.maximum(outcome.emitted_N - 1, 0)[:, None, None]
+    hidden_N1M = jnp.take_along_axis(hidden_NTM, last_N11, axis=1)
+    return Memory(cache, hidden_N1M[:, 0])
+
+  def keep(self, memory: Memory, index) -> Memory:
+    return Memory(block.keep(memory.cache, index), memory.hidden_NM[index])
+
+  def _run(
+      self, model, inputs: Inputs, cache, starts_N, hidden_NTM, tokens_NT
+  ):
+    """The layer on a block of items; as `block.run`."""
+    slots_NT = block.slots(starts_N, tokens_NT.shape[1])
+    seen_NTS = block.seen(slots_NT, cache[0].shape[3])
+    state, last = inputs.state, model.config.num_layers - 1
+
+    def attend(q, k, v):
+      new = block.write(cache, 0, slots_NT, (k, v))
+      out = attention.decode(
+          q, new[0][0], new[1][0], state.mixer, last, state.length, seen_NTS
+      )
+      return out, new
+
+    return layer(
+        model, inputs.params, self.params, hidden_NTM, tokens_NT,
+        state.length + slots_NT, attend,
+    )
+
+
+def layer(
+    model, params, drafter_params, hidden_NTM, tokens_NT, positions_NT, attend
+):
+  """Predicted hidden states of a block of items, and what `attend` adds."""
+  outer = {"params": segment.outer(params)}
+  embedded_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
+  pairs_NTA = jnp.concatenate([hidden_NTM, embedded_NTM], axis=-1)
+  kernel_AM = drafter_params["pair"]["kernel"].astype(pairs_NTA.dtype)
+  y_NTM, extra, _ = segment.layer_forward(
+      model.config, drafter_params["layer"], pairs_NTA @ kernel_AM,
+      positions_NT, attend,
+  )
+  return model.apply(outer, y_NTM, method="normalize"), extra

@@ -1,0 +1,340 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The learned drafter: what it sees, what it is trained on, what it drafts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import branch_replay as br
+from branch_replay.rollout import block
+from branch_replay.rollout import loop
+from branch_replay.rollout import round as round_lib
+from branch_replay.rollout.drafters import Learned
+from branch_replay.rollout.drafters import learned_loss
+from branch_replay.rollout.drafters import vocabulary
+from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import Task
+from tests import drafters
+from tests import sample_test
+from tests import speculative_test
+from tests import tiny
+
+CONFIG, PROMPT = speculative_test.CONFIG, speculative_test.PROMPT
+HALF = range(0, 64, 2)
+
+
+def drafter(ids=HALF, config=CONFIG):
+  decoder, params = tiny.model(config)
+  return Learned.create(decoder, params, ids, jax.random.key(4))
+
+
+# Rollouts.
+
+
+def test_a_rollout_does_not_change_with_a_learned_drafter(x64):
+  """Three drafts a round from half of the vocabulary, rows compacted."""
+  result = speculative_test.run(drafter=drafter(), draft_length=3)
+  speculative_test.check_same(result, speculative_test.plain())
+  assert np.count_nonzero(result.work.rounds) >= 3
+
+
+def test_after_an_update_of_the_model_it_goes_on_with_the_new_head(x64):
+  """The same drafter; what it shares with the model is not its own copy."""
+  decoder, params = tiny.model(CONFIG)
+  updated = params | {
+      "head": {"table": params["head"]["table"][::-1]},
+      "embed": {"table": 1.1 * params["embed"]["table"]},
+  }
+  options = dict(
+      key=jax.random.key(6), branches=6, max_tokens=20, compact=False,
+      stop_ids=speculative_test.STOPS,
+  )
+  plain = br.sample(decoder, updated, PROMPT, **options)
+  result = br.sample(
+      decoder, updated, PROMPT, drafter=drafter(), draft_length=3, **options
+  )
+  speculative_test.check_same(result, plain)
+  assert not np.array_equal(plain.tokens, speculative_test.plain().tokens)
+
+
+def test_a_drafter_that_predicts_the_hidden_state_is_always_right():
+  """In a model of no layers that is the embedding of the token of the item.
+
+  So a pair map that passes the embedding on makes the drafter exact: an
+  alignment that is off by one, noise of another place, or a map to other ids
+  would not be. Only the first draft of a row is blind.
+  """
+  decoder, params = sample_test.rigged()
+  width = tiny.BASE.width
+  made = Learned.create(decoder, params, range(64), jax.random.key(0))
+  kernel = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)])
+  made = made.with_params(
+      made.params | {"pair": {"kernel": kernel}}, range(64)
+  )
+  options = dict(
+      key=jax.random.key(0), branches=4, max_tokens=29, compact=False
+  )
+  prompt = sample_test.RIGGED_PROMPT
+  plain = br.sample(decoder, params, prompt, **options)
+  result = br.sample(
+      decoder, params, prompt, drafter=made, draft_length=4, **options
+  )
+  np.testing.assert_array_equal(result.tokens, plain.tokens)
+  wrong = result.drafted - result.accepted
+  # The last round may draft past the limit.
+  assert int(wrong.max()) <= 4 + 4
+  assert int(result.rounds.max()) <= 1 + -(-28 // 5)
+  # With ids that cannot be drafted fewer are accepted, and none changes.
+  known = [id_ for id_ in range(64) if id_ not in (10, 12)]
+  less = Learned(made.params, jnp.asarray(known, jnp.int32))
+  fewer = br.sample(
+      decoder, params, prompt, drafter=less, draft_length=4, **options
+  )
+  np.testing.assert_array_equal(fewer.tokens, plain.tokens)
+  assert fewer.rounds.sum() > result.rounds.sum()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Told:
+  """A learned drafter whose proposals are replaced by those of an oracle."""
+
+  learned: Learned
+  oracle: drafters.Oracle
+
+  def init(self, *args):
+    return self.learned.init(*args)
+
+  def propose(self, task, memory, view):
+    _, memory = self.learned.propose(task, memory, view)
+    return self.oracle.propose(task, (), view)[0], memory
+
+  def observe(self, *args):
+    return self.learned.observe(*args)
+
+
+def test_what_it_remembers_is_what_it_is_trained_to_predict(x64):
+  """Rounds that accept some drafts, against one packed pass over the rows."""
+  decoder, params = tiny.model(CONFIG)
+  made = Told(drafter(), speculative_test.oracle((0, 2, 3, 1, 3, 0)))
+  state = br.capture(decoder, params, PROMPT)
+  inputs = Inputs(
+      params, state, jnp.int32(PROMPT[-1]), jax.random.key(6),
+      jnp.zeros(0, jnp.int32), jnp.int32(20),
+  )
+  answers, rows = loop.start(decoder, inputs, made, 6, 20)
+  advance = jax.jit(round_lib.advance, static_argnums=0)
+  for _ in range(3):
+    answers, rows = advance(
+        Task(decoder, br.Law(), 3), inputs, made, answers, rows
+    )
+  assert answers.lengths.tolist()[:2] == [3, 9]
+  lengths = np.asarray(answers.lengths)
+  past_GT = jnp.pad(
+      answers.tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PROMPT[-1]
+  )
+
+  @jax.jit
+  def predicted(params, answers):
+    hidden_GTM, _ = block.run(
+        decoder, params, state, block.empty_cache(CONFIG, 6, 20),
+        jnp.zeros(6, jnp.int32), past_GT,
+    )
+    return learned_loss.predict(
+        made.learned.params, decoder, params, hidden_GTM, answers.tokens,
+        jnp.ones((6, 20), jnp.int32), state=state,
+    )
+
+  np.testing.assert_allclose(
+      rows.memory.hidden_NM,
+      predicted(params, answers)[np.arange(6), lengths - 1],
+      rtol=0, atol=1e-12,
+  )
+
+
+# Its loss.
+
+
+LENGTHS = 5, 3, 4
+PACKED = ((0, slice(0, 5)), (0, slice(5, 8)), (1, slice(0, 4)))
+ALONE = tuple((row, slice(0, n)) for row, n in enumerate(LENGTHS))
+
+
+def batch(places, shape):
+  """Three answers at their places: hidden states, tokens, segments."""
+  rng = np.random.default_rng(0)
+  hidden = np.zeros((*shape, CONFIG.width))
+  tokens, segments = np.zeros((2, *shape), np.int32)
+  for one, (row, at) in enumerate(places):
+    hidden[row, at] = rng.normal(size=(LENGTHS[one], CONFIG.width))
+    tokens[row, at] = rng.integers(0, 64, LENGTHS[one])
+    segments[row, at] = one + 1
+  return hidden, tokens, segments
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def scores(drafter_params, vocabulary_U, model, params, *arrays, **options):
+  return learned_loss.losses(
+      drafter_params, vocabulary_U, model, params, *arrays, **options
+  )
+
+
+def score(made, hidden, tokens, segments, **options):
+  decoder, params = tiny.model(CONFIG)
+  return scores(
+      made.params, made.vocabulary, decoder, params, jnp.asarray(hidden),
+      jnp.asarray(tokens, jnp.int32), jnp.asarray(segments, jnp.int32),
+      **options,
+  )
+
+
+def test_packed_answers_score_as_answers_alone(x64):
+  decoder, params = tiny.model(CONFIG)
+  state, made = br.capture(decoder, params, PROMPT), drafter()
+  packed, alone = batch(PACKED, (2, 9)), batch(ALONE, (3, 5))
+  losses_NT, weights_NT = score(made, *packed, state=state)
+  of_one, weights = score(made, *alone, state=state)
+  assert weights.sum() > 3
+  for (row, at), (other, there) in zip(PACKED, ALONE, strict=True):
+    np.testing.assert_allclose(
+        losses_NT[row, at], of_one[other, there], rtol=0, atol=1e-12
+    )
+    np.testing.assert_array_equal(
+        weights_NT[row, at], weights[other, there]
+    )
+
+  @jax.jit
+  def gradient(drafter_params, arrays):
+    return jax.grad(lambda p: jnp.sum(learned_loss.losses(
+        p, made.vocabulary, decoder, params, *arrays, state=state
+    )[0]))(drafter_params)
+
+  grads, wanted = (gradient(made.params, x) for x in (packed, alone))
+  assert tiny.worst(grads, wanted) <= 1e-11
+  for leaf in jax.tree.leaves(grads):
+    assert jnp.isfinite(leaf).all() and leaf.any()
+
+
+def test_the_prompt_counts(x64):
+  decoder, params = tiny.model(CONFIG)
+  state, made = br.capture(decoder, params, PROMPT), drafter()
+  arrays = batch(PACKED, (2, 9))
+  with_prompt, _ = score(made, *arrays, state=state)
+  without, weights = score(made, *arrays)
+  np.testing.assert_array_equal(with_prompt != without, weights)
+
+
+def test_which_items_count(x64):
+  """Those with a next token, in the same answer and in the vocabulary."""
+  hidden = np.zeros((1, 6, CONFIG.width))
+  losses, weights = score(
+      drafter(), hidden, [[1, 2, 3, 4, 6, 8]], [[1, 1, 1, 2, 2, 0]]
+  )
+  assert weights.tolist() == [[1, 0, 0, 1, 0, 0]]
+  np.testing.assert_array_equal(losses != 0, weights)
+
+
+def test_item_t_reads_hidden_states_to_t_and_tokens_to_t_plus_two(x64):
+  rng = np.random.default_rng(1)
+  hidden = rng.normal(size=(1, 6, CONFIG.width))
+  tokens = np.asarray([[2, 4, 6, 8, 10, 12]])
+  made, ones = drafter(), np.ones((1, 6), np.int32)
+  before, _ = score(made, hidden, tokens, ones)
+  for at in range(6):
+    moved = hidden.copy()
+    moved[0, at] += 0.1
+    after, _ = score(made, moved, tokens, ones)
+    np.testing.assert_array_equal(
+        np.flatnonzero(before[0] != after[0]), np.arange(at, 5)
+    )
+    # tokens[t] stands beside hidden[t], and tokens[t + 1] is predicted.
+    other = tokens.copy()
+    other[0, at] = 20
+    after, _ = score(made, hidden, other, ones)
+    np.testing.assert_array_equal(
+        np.flatnonzero(before[0] != after[0]), np.arange(max(at - 1, 0), 5)
+    )
+
+
+def test_the_loss_is_the_cross_entropy_among_the_draft_vocabulary(x64):
+  decoder, params = tiny.model(CONFIG)
+  made = drafter()
+  hidden = np.random.default_rng(1).normal(size=(1, 2, CONFIG.width))
+  tokens, ones = jnp.asarray([[5, 6]]), jnp.ones((1, 2), jnp.int32)
+  losses, _ = score(made, hidden, tokens, ones, temperature=0.7)
+  predicted_NTM = learned_loss.predict(
+      made.params, decoder, params, jnp.asarray(hidden), tokens, ones
+  )
+  table_UM = params["head"]["table"][::2]
+  logits_U = table_UM @ predicted_NTM[0, 0] / 0.7
+  np.testing.assert_allclose(
+      losses[0], [-jax.nn.log_softmax(logits_U)[3], 0], rtol=1e-12
+  )
+
+
+def test_nothing_it_learns_reaches_the_model(x64):
+  decoder, params = tiny.model(CONFIG)
+  made, (hidden, tokens, segments) = drafter(), batch(PACKED, (2, 9))
+  state = br.capture(decoder, params, PROMPT)
+
+  @jax.jit
+  @jax.grad
+  def gradient(constants):
+    params, hidden_NTM, mixer = constants
+    losses_NT, _ = learned_loss.losses(
+        made.params, made.vocabulary, decoder, params, hidden_NTM, tokens,
+        segments, state=dataclasses.replace(state, mixer=mixer),
+    )
+    return jnp.sum(losses_NT)
+
+  constants = params, jnp.asarray(hidden), state.mixer
+  for leaf in jax.tree.leaves(gradient(constants)):
+    assert not leaf.any()
+
+
+# Its vocabulary.
+
+
+def test_the_most_frequent_ids_are_kept_and_the_lowest_fill_up():
+  seen = [9, 9, 9, 5, 5, 30, 7, 40, 3]
+  assert vocabulary.most_frequent(seen, 2, 64).tolist() == [5, 9]
+  assert vocabulary.most_frequent(seen, 8, 64).tolist() == [
+      0, 1, 3, 5, 7, 9, 30, 40,
+  ]
+  assert vocabulary.most_frequent([], 3, 64).tolist() == [0, 1, 2]
+
+
+def test_parameters_of_another_vocabulary_are_refused():
+  made = drafter(config=tiny.BASE)
+  again = made.with_params(made.params, list(HALF))
+  np.testing.assert_array_equal(again.vocabulary, HALF)
+  with pytest.raises(ValueError, match="same size: 32 of 32.*index 0 0.*1"):
+    made.with_params(made.params, range(1, 64, 2))
+  with pytest.raises(ValueError, match="of 32 ids.*for 31"):
+    made.with_params(made.params, list(HALF)[1:])
+
+
+@pytest.mark.parametrize("ids", ([], [3, 2], [2, 2], [-1, 2], [2, 64]))
+def test_what_is_no_vocabulary_is_refused(ids):
+  with pytest.raises(ValueError, match="ascending order, below 64"):
+    drafter(ids, tiny.BASE)
+
+
+def test_sizes_and_ids_that_do_not_fit_are_refused():
+  with pytest.raises(ValueError, match="size=65"):
+    vocabulary.most_frequent([1], 65, 64)
+  with pytest.raises(ValueError, match="from 1 to 64"):
+    vocabulary.most_frequent([1, 64], 3, 64)
+
+
+def test_a_drafter_of_another_width_is_refused():
+  config = br.ModelConfig(64, 16, 1, 1, 1, 8, 8, 64)
+  with pytest.raises(ValueError, match="width 16, this one has 32"):
+    speculative_test.run(
+        wide=False, drafter=drafter(config=config), draft_length=1
+    )
