@@ -65,7 +65,7 @@ def sample(
     drafter: guesses tokens ahead, see `rollout.drafters`; a good one saves
       rounds, and none changes a token.
     draft_length: k, how many it guesses a round; or one for every batch bucket,
-      as `tuner.plan` returns them. 0 runs without the drafter.
+      as `tuner.choose` returns them. All 0 runs without the drafter.
     compact: whether rows go on in smaller batches as others finish; which
       never changes them either.
     state: of this prompt and these parameters, if captured before.

@@ -1,0 +1,119 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tuner on synthetic timings."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout.result import Work
+from branch_replay.rollout.tuner import Tuner
+
+BUCKETS = 8, 2
+RATES = {
+    (8, 0): 100.0, (8, 1): 90.0, (8, 4): 40.0,
+    (2, 0): 30.0, (2, 1): 45.0, (2, 4): 60.0,
+}
+
+
+def work(lengths, rates=RATES, rounds=10):
+  """What a rollout of these draft lengths would measure."""
+  seconds = np.array([2.0, 3.0])
+  rate = np.array([rates[b, lengths[b]] for b in BUCKETS])
+  return Work(
+      np.array(BUCKETS), np.array([lengths[b] for b in BUCKETS]),
+      np.full(2, rounds), rate * seconds, seconds,
+  )
+
+
+def play(tuner, steps, rates=RATES):
+  """All decisions of some steps, and the last state."""
+  log = []
+  for _ in range(steps):
+    tuner, lengths, decisions = tuner_lib.choose(tuner, BUCKETS)
+    log += decisions
+    tuner = tuner_lib.observe(tuner, work(lengths, rates))
+  return tuner, log
+
+
+def test_every_arm_is_tried_then_the_fastest_of_each_bucket_is_taken():
+  tuner, log = play(Tuner((0, 1, 4), epsilon=0.0), 9)
+  for bucket, best in ((8, 0), (2, 4)):
+    mine = [one for one in log if one.bucket == bucket]
+    # Twice each, since a first run compiles and does not count.
+    assert [one.draft_length for one in mine] == [0, 0, 1, 1, 4, 4] + 3 * [best]
+    assert [one.reason for one in mine] == 6 * ["untried"] + 3 * ["best"]
+    assert [one.step for one in mine] == list(range(9))
+    assert mine[-1].rates == {k: RATES[bucket, k] for k in (0, 1, 4)}
+  assert tuner.step == 9
+
+
+def test_a_first_run_is_no_measurement():
+  tuner = tuner_lib.observe(Tuner(), work({8: 0, 2: 0}))
+  assert not tuner.rates and tuner.compiled == {(8, 0), (2, 0)}
+  tuner = tuner_lib.observe(tuner, work({8: 0, 2: 1}))
+  assert tuner.rates == {(8, 0): (100.0,)}
+
+
+def test_a_bucket_without_rounds_is_no_measurement():
+  tuner = Tuner()
+  for _ in range(3):
+    tuner = tuner_lib.observe(tuner, work({8: 0, 2: 0}, rounds=0))
+  assert not tuner.rates and not tuner.compiled
+
+
+def test_the_median_of_the_window_counts():
+  """One slow run changes nothing; a lasting change does within a window."""
+  tuner, _ = play(Tuner((0, 1, 4), window=5, epsilon=0.0), 20)
+  slow = RATES | {(8, 0): 1.0}
+  tuner, _ = play(tuner, 1, slow)
+  tuner, log = play(tuner, 1)
+  assert log[0].draft_length == 0 and log[0].rates[0] == 100.0
+  tuner, log = play(tuner, 4, slow)
+  assert [one.draft_length for one in log if one.bucket == 8] == [0, 0, 1, 1]
+  assert max(len(rates) for rates in tuner.rates.values()) == 5
+
+
+def test_other_arms_are_explored_as_often_as_asked():
+  tuner, _ = play(Tuner((0, 1, 4), epsilon=0.2), 6)
+  tuner, log = play(tuner, 1000)
+  explored = [one for one in log if one.reason == "explore"]
+  assert 320 < len(explored) < 480  # of 2000
+  taken = collections.Counter(
+      (one.bucket, one.draft_length) for one in explored
+  )
+  assert set(taken) == {(8, 1), (8, 4), (2, 0), (2, 1)}
+  assert min(taken.values()) > 60
+
+
+def test_the_same_seed_and_measurements_give_the_same_decisions():
+  start = Tuner((0, 1, 4), epsilon=0.5)
+  assert play(start, 40)[1] == play(start, 40)[1]
+  other = Tuner((0, 1, 4), epsilon=0.5, seed=1)
+  assert play(start, 40)[1] != play(other, 40)[1]
+
+
+def test_a_state_is_not_changed_by_what_comes_after():
+  tuner, _ = play(Tuner((0, 1, 4)), 8)
+  before = dict(tuner.rates), tuner.compiled, tuner.step
+  play(tuner, 5)
+  assert (dict(tuner.rates), tuner.compiled, tuner.step) == before
+
+
+@pytest.mark.parametrize("options, message", (
+    (dict(draft_lengths=(1, 2)), "0 among them"),
+    (dict(draft_lengths=(0, 1, 1)), "each length once"),
+    (dict(draft_lengths=(0, -1)), "each length once"),
+    (dict(window=0), "window.*0"),
+    (dict(epsilon=1.5), "epsilon.*1.5"),
+))
+def test_settings_that_make_no_tuner(options, message):
+  with pytest.raises(ValueError, match=message):
+    Tuner(**options)
+
+
+def test_measurements_of_another_arm_are_refused():
+  with pytest.raises(ValueError, match=r"length 4 .*\(0, 1\)"):
+    tuner_lib.observe(Tuner((0, 1)), work({8: 0, 2: 4}))
