@@ -12,6 +12,7 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
   C  positions of a chunk         N  any number: rows, heads, chunks
   V  vocabulary                   B  positions in one attention tile
   M  model width                  F  feed-forward width
+  U  ids of a draft vocabulary
 """
 
 # isort: off

@@ -90,7 +90,7 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
   Returns:
     The answers and the rows after the round.
   """
-  view = _view(task, inputs, answers, rows.ids_N)
+  view = look(task, inputs, answers, rows.ids_N)
   memory = rows.memory
   draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
   if drafter is not None:
@@ -123,7 +123,8 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
   return answers, Rows(rows.ids_N, cache, memory)
 
 
-def _view(task: Task, inputs: Inputs, answers: Rollout, ids_N):
+def look(task: Task, inputs: Inputs, answers: Rollout, ids_N):
+  """What a round begins with, for the drafter and for the draw."""
   lengths_N = answers.lengths[ids_N]
   last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]
   slots_NT = block.slots(lengths_N, 1 + task.draft_length)
@@ -140,15 +141,15 @@ def _view(task: Task, inputs: Inputs, answers: Rollout, ids_N):
 def _draw(task: Task, inputs: Inputs, hidden_NTM, noise_NTV):
   """The token after each of a block, and its log-prob, [N, T] both."""
   shape = hidden_NTM.shape[:2]
-  logits_BV = block.logits(
+  logits_NV = block.logits(
       hidden_NTM.reshape(-1, hidden_NTM.shape[-1]),
       block.head_table(task.model, inputs.params),
   )
-  noise_BV = None
+  noise_NV = None
   if noise_NTV is not None:
-    noise_BV = noise_NTV.reshape(logits_BV.shape)
-  tokens_B, log_probs_B = law_lib.draw(task.law, logits_BV, noise_BV)
-  return tokens_B.reshape(shape), log_probs_B.reshape(shape)
+    noise_NV = noise_NTV.reshape(logits_NV.shape)
+  tokens_N, log_probs_N = law_lib.draw(task.law, logits_NV, noise_NV)
+  return tokens_N.reshape(shape), log_probs_N.reshape(shape)
 
 
 def _append(answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N):

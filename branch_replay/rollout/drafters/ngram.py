@@ -1,6 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts what followed the same words before: no model, no memory."""
+"""Drafts what followed the same words before: no model, no memory.
+
+In this file C counts the places of the text that is searched, and B the tokens
+back from the end of a row.
+"""
 
 import dataclasses
 
