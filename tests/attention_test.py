@@ -20,6 +20,7 @@ SMALL = {
     "FORWARD_COLUMNS": 8,
     "BACKWARD_ROWS": 16,
     "BACKWARD_COLUMNS": 8,
+    "CACHE_COLUMNS": 4,
 }
 
 
@@ -171,28 +172,44 @@ def test_decoding_from_a_cache_equals_the_whole_segment(
   def decode(start):
     query = start + jnp.arange(at_once)
     written = jnp.arange(room)[None, :, None] < start + at_once
-    caches = (
-        jnp.where(
-            written[None], np.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))), 99.0
+    cache = tuple(
+        jnp.stack([jnp.full_like(x, 99.0), x]) for x in (
+            jnp.where(
+                written[None], np.pad(x, ((0, 0), (0, 0), (0, 3), (0, 0))), 99.0
+            )
+            for x in (case.k, case.v)
         )
-        for x in (case.k, case.v)
     )
-    seen_TS = jnp.arange(room)[None] <= query[:, None]
     return attention.decode(
         jax.lax.dynamic_slice_in_dim(case.q, start, at_once, axis=3),
-        *caches, prefix, 2, length,
-        jnp.broadcast_to(seen_TS, (3, at_once, room)),
+        cache, 1, jnp.broadcast_to(query, (3, at_once)), prefix, 2, length,
     )
 
   steps = [decode(start) for start in range(0, 6, at_once)]
   same([np.concatenate(steps, axis=3)], [expected])
 
 
+def test_decoding_rows_at_different_places_reads_up_to_the_longest(x64):
+  """What no row sees is NaN from the next tile on, and never read."""
+  case = suite.make(suite.Shape(tokens=12, positions=5))
+  expected, _ = attention_reference.replay_attention(*case[:5], 3)
+  slots_G = np.array([1, 6, 3])
+  dead = jnp.arange(12)[None, None, :, None] >= 8  # tiles of 4
+  cache = tuple(jnp.where(dead, jnp.nan, x)[None] for x in (case.k, case.v))
+  rows = np.arange(3)
+  out = attention.decode(
+      case.q[:, rows, :, slots_G].transpose(1, 0, 2, 3)[:, :, :, None],
+      cache, 0, jnp.asarray(slots_G)[:, None], layers_of(case), 2, 3,
+  )
+  for row, slot in enumerate(slots_G):
+    same([out[:, row, :, 0]], [expected[:, row, :, slot]])
+
+
 def test_decoding_a_row_that_sees_nothing_gives_zero():
   case = suite.make(suite.Shape(tokens=1, positions=5)).astype(jnp.float32)
   out = attention.decode(
-      case.q, case.k, case.v, (case.prefix_k[None], case.prefix_v[None]),
-      0, 0, jnp.zeros((3, 1, 1), bool),
+      case.q, (case.k[None], case.v[None]), 0, jnp.full((3, 1), -1),
+      (case.prefix_k[None], case.prefix_v[None]), 0, 0,
   )
   np.testing.assert_array_equal(out, np.zeros_like(out))
 

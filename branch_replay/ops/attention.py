@@ -169,40 +169,26 @@ def forward(
 
 
 def decode(
-    q_KGRTD, cache_k_KGSD, cache_v_KGSD, prefix, layer, prefix_length, seen_GTS
+    q_KGRTD, cache, cache_layer, slots_GT, prefix, layer, prefix_length
 ):
   """Attention of T new tokens of each branch to the prefix and to a cache.
 
-  The tail's own keys, the new tokens' included, stand in a cache of its own
-  with a mask; the prefix is shared as in `forward`.
+  The tail's own keys, the new tokens' included, stand in a cache; a token sees
+  those up to a slot of its own. The prefix is shared as in `forward`.
 
   Args:
     q_KGRTD: queries of the new tokens; T is small.
-    cache_k_KGSD: keys of each branch's tail so far.
-    cache_v_KGSD: their values.
+    cache: pair (k_LKGSD, v_LKGSD) of each branch's tail so far.
+    cache_layer: i32 scalar, which layer of it.
+    slots_GT: i32, the last slot that each new token sees; −1 for none.
     prefix: pair (k_LKPD, v_LKPD).
     layer: i32 scalar.
     prefix_length: i32 scalar.
-    seen_GTS: bool, which entries of the cache a new token attends to.
 
   Returns:
     out_KGRTD in the dtype of the queries.
   """
-  dtype = config_lib.at_least_float32(q_KGRTD.dtype)
-  scores = jnp.einsum(
-      "kgrtd,kgsd->kgrts", q_KGRTD, cache_k_KGSD, preferred_element_type=dtype
-  ) * q_KGRTD.shape[-1] ** -0.5
-  scores = jnp.where(seen_GTS[None, :, None], scores, -jnp.inf)
-  top = jnp.max(scores, axis=-1)
-  probs = jnp.exp(scores - loops.finite(top)[..., None])
-  weighted = jnp.einsum(
-      "kgrts,kgsd->kgrtd",
-      probs.astype(cache_v_KGSD.dtype),
-      cache_v_KGSD,
-      preferred_element_type=dtype,
-  )
-  total = jnp.sum(probs, axis=-1)
-  out, lse = loops.normalized(loops.finite(top), total, weighted)
+  out, lse = loops.cache_forward(q_KGRTD, cache, cache_layer, slots_GT)
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)

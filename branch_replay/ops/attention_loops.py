@@ -123,6 +123,54 @@ def prefix_forward(q_KND, prefix, layer, prefix_length):
   return out[:, :rows], lse[:, :rows]
 
 
+def cache_forward(q_KGRTD, cache, layer, slots_GT):
+  """(out_KGRTD, lse_KGRT) of new tokens against each branch's own cache.
+
+  Tiles that no token sees are not read: the work follows the longest branch,
+  not the room of the cache.
+  """
+  dtype = config_lib.at_least_float32(q_KGRTD.dtype)
+  room = cache[0].shape[3]
+  size = min(room, tiling.CACHE_COLUMNS)
+  tiles = jnp.minimum(-(-(jnp.max(slots_GT) + 1) // size), -(-room // size))
+
+  def visit(j, carry):
+    top, total, weighted = carry
+    start = jnp.minimum(j * size, room - size)
+    k_KGBD, v_KGBD = (
+        tiling.read_cache(x, layer, start, size) for x in cache
+    )
+    place_B = start + jnp.arange(size)
+    # The last tile is moved back: what the one before has read is hidden.
+    seen_GTB = (place_B >= j * size)[None, None] & (
+        place_B[None, None] <= slots_GT[..., None]
+    )
+    scores = jnp.einsum(
+        "kgrtd,kgbd->kgrtb", q_KGRTD, k_KGBD, preferred_element_type=dtype
+    ) * q_KGRTD.shape[-1] ** -0.5
+    scores = jnp.where(seen_GTB[None, :, None], scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+    shift = finite(new_top)
+    probs = jnp.exp(scores - shift[..., None])
+    decay = jnp.exp(top - shift)
+    more = jnp.einsum(
+        "kgrtb,kgbd->kgrtd", probs.astype(v_KGBD.dtype), v_KGBD,
+        preferred_element_type=dtype,
+    )
+    return (
+        new_top,
+        total * decay + jnp.sum(probs, axis=-1),
+        weighted * decay[..., None] + more,
+    )
+
+  rows = q_KGRTD.shape[:-1]
+  start = (
+      jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype),
+      jnp.zeros(q_KGRTD.shape, dtype),
+  )
+  return normalized(*lax.fori_loop(0, tiles, visit, start))
+
+
 def prefix_backward(
     d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
     accumulator,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 # shared: smaller tiles spend their time in dispatch, larger ones gain nothing.
 FORWARD_ROWS, FORWARD_COLUMNS = 1536, 512
 BACKWARD_ROWS, BACKWARD_COLUMNS = 1024, 512
+CACHE_COLUMNS = 256  # of all rows and heads at once; not measured
 _VECTOR = 8  # sizes are multiples of a vector register of float32
 
 
@@ -60,6 +61,13 @@ def read(x, at, size: int):
   shape = (1,) * (len(at) - 1) + (size,) + x.shape[len(at):]
   window = lax.dynamic_slice(x, _indices(x, at), shape)
   return window.reshape(shape[len(at) - 1 :])
+
+
+def read_cache(x_LKGSD, layer, start, size: int):
+  """x[layer, :, :, start : start + size], one window of every row."""
+  shape = (1, *x_LKGSD.shape[1:3], size, x_LKGSD.shape[4])
+  at = _indices(x_LKGSD, (layer, 0, 0, start))
+  return lax.dynamic_slice(x_LKGSD, at, shape)[0]
 
 
 def write(x, at, window):

@@ -38,11 +38,6 @@ def slots(starts_N, tokens: int):
   return starts_N[:, None] + jnp.arange(tokens, dtype=starts_N.dtype)[None]
 
 
-def seen(slots_NT, room: int):
-  """bool[N, T, S]: the slots that each input of a block attends to."""
-  return jnp.arange(room)[None, None] <= slots_NT[..., None]
-
-
 def write(cache, index, slots_NT, present):
   """The cache with a block's keys and values at its slots of one layer.
 
@@ -82,7 +77,6 @@ def run(
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
   slots_NT = slots(starts_N, tokens_NT.shape[1])
-  seen_NTS = seen(slots_NT, cache[0].shape[3])
 
   def layer(carry, inputs):
     x_NTM, cache = carry
@@ -90,11 +84,8 @@ def run(
 
     def attend(q, k, v):
       new = write(cache, index, slots_NT, (k, v))
-      keys, values = (
-          lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in new
-      )
       out = attention.decode(
-          q, keys, values, state.mixer, index, state.length, seen_NTS
+          q, new, index, slots_NT, state.mixer, index, state.length
       )
       return out, new
 

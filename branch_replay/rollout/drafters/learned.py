@@ -162,13 +162,12 @@ class Learned:
   ):
     """The layer on a block of items; as `block.run`."""
     slots_NT = block.slots(starts_N, tokens_NT.shape[1])
-    seen_NTS = block.seen(slots_NT, cache[0].shape[3])
     state, last = inputs.state, model.config.num_layers - 1
 
     def attend(q, k, v):
       new = block.write(cache, 0, slots_NT, (k, v))
       out = attention.decode(
-          q, new[0][0], new[1][0], state.mixer, last, state.length, seen_NTS
+          q, new, 0, slots_NT, state.mixer, last, state.length
       )
       return out, new
 
