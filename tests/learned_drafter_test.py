@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay.rollout import block
+from branch_replay import state as state_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import Learned
@@ -20,6 +20,7 @@ from branch_replay.rollout.drafters import vocabulary
 from branch_replay.rollout.problem import Inputs
 from branch_replay.rollout.problem import Task
 from tests import drafters
+from tests import readout_test
 from tests import sample_test
 from tests import speculative_test
 from tests import tiny
@@ -54,6 +55,26 @@ def test_a_prompt_of_one_token_leaves_it_nothing_to_attend_to():
       draft_length=2, **options,
   )
   np.testing.assert_array_equal(result.tokens, plain.tokens)
+
+
+def test_no_temporary_of_a_round_grows_with_the_prompt():
+  """The captured prefix is read in place, by the model and by the drafter."""
+  decoder, params = tiny.model(tiny.BASE)
+  made = drafter(config=tiny.BASE)
+
+  def temporaries(positions):
+    state = state_lib.empty(tiny.BASE, positions)
+    inputs = Inputs(
+        params, state, jnp.int32(1), jax.random.key(0),
+        jnp.zeros(0, jnp.int32), jnp.int32(8),
+    )
+    answers, rows = loop.start(decoder, inputs, made, 2, 8)
+    compiled = loop.rounds.lower(
+        Task(decoder, br.Law(), 2), inputs, made, answers, rows, np.int32(0)
+    ).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+  assert temporaries(50_000) == temporaries(5_000)
 
 
 def test_after_an_update_of_the_model_it_goes_on_with_the_new_head(x64):
@@ -146,14 +167,12 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
     )
   assert answers.lengths.tolist()[:2] == [3, 9]
   lengths = np.asarray(answers.lengths)
-  past_GT = jnp.pad(
-      answers.tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PROMPT[-1]
-  )
-
-  hidden_GTM, _ = jax.jit(block.run, static_argnums=0)(
-      decoder, params, state, block.empty_cache(CONFIG, 6, 20),
-      jnp.zeros(6, jnp.int32), past_GT,
-  )
+  # Trained on what a readout of `replay` gives.
+  group = br.Group.create(PROMPT, np.asarray(answers.tokens), config=CONFIG)
+  hidden_GTM = br.replay(
+      decoder, params, group, state=state, readout=readout_test.Hidden(),
+      prefix_gradient="stop",
+  )[:, :20]
   predict = jax.jit(lambda *arrays: learned_loss.predict(
       made.learned.params, decoder, params, *arrays,
       jnp.ones((6, 20), jnp.int32), state=state,

@@ -1,15 +1,20 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tuner on synthetic timings."""
+"""The tuner on synthetic timings, and on a rollout's."""
 
 import collections
 
+import jax
 import numpy as np
 import pytest
 
+import branch_replay as br
+from branch_replay.rollout import loop
 from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout.drafters import NGram
 from branch_replay.rollout.result import Work
 from branch_replay.rollout.tuner import Tuner
+from tests import tiny
 
 BUCKETS = 8, 2
 RATES = {
@@ -100,6 +105,22 @@ def test_a_state_is_not_changed_by_what_comes_after():
   before = dict(tuner.rates), tuner.compiled, tuner.step
   play(tuner, 5)
   assert (dict(tuner.rates), tuner.compiled, tuner.step) == before
+
+
+def test_what_a_rollout_measured_is_what_a_tuner_reads():
+  """Three rows of one length: the smaller buckets are not run."""
+  decoder, params = tiny.model(tiny.BASE)
+  tuner = Tuner((0, 2))
+  for length in (0, 0, 2, 2):
+    tuner, lengths, _ = tuner_lib.choose(tuner, loop.buckets(3))
+    assert lengths == {3: length, 2: 0, 1: 0}
+    rollout = br.sample(
+        decoder, params, (1, 2, 3), key=jax.random.key(0), branches=3,
+        max_tokens=6, drafter=NGram(), draft_length=lengths,
+    )
+    tuner = tuner_lib.observe(tuner, rollout.work)
+  assert tuner.compiled == set(tuner.rates) == {(3, 0), (3, 2)}
+  assert tuner.rates[3, 2] == (18 / rollout.work.seconds[0],)
 
 
 @pytest.mark.parametrize("options, message", (
