@@ -39,9 +39,7 @@ def drafter(ids=HALF, config=CONFIG):
 
 def test_a_rollout_does_not_change_with_a_learned_drafter(x64):
   """Three drafts a round from half of the vocabulary."""
-  result = speculative_test.run(
-      drafter=drafter(), draft_length=3, compact=False
-  )
+  result = speculative_test.run(drafter=drafter(), draft_length=3)
   speculative_test.check_same(result, speculative_test.plain())
 
 
@@ -126,7 +124,9 @@ def test_a_drafter_that_predicts_the_hidden_state_is_always_right():
   # With ids that cannot be drafted fewer are accepted, and none changes.
   known = [id_ for id_ in range(64) if id_ not in (10, 12)]
   less = Learned(made.params, jnp.asarray(known, jnp.int32))
-  fewer = br.sample(decoder, params, prompt, drafter=less, **speculative)
+  fewer = br.sample(
+      decoder, params, prompt, drafter=less, compact=False, **speculative
+  )
   np.testing.assert_array_equal(fewer.tokens, plain.tokens)
   assert fewer.rounds.sum() > result.rounds.sum()
 

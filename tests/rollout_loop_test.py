@@ -103,9 +103,9 @@ def test_a_row_is_the_row_of_a_batch_of_one(x64):
 def test_one_loop_is_compiled_for_each_bucket_that_is_reached():
   """Not for another prompt, limit, key, or other stop ids."""
   before = loop.rounds._cache_size()
-  first = run(branches=5)
+  first = run(branches=3)
   other = run(
-      branches=5, prompt=(5, *PROMPT[:-2]), stop_ids=tuple(range(40, 52)),
+      branches=3, prompt=(5, *PROMPT[:-2]), stop_ids=tuple(range(40, 52)),
       max_tokens=10,
   )
   reached = (first.work.rounds > 0) | (other.work.rounds > 0)
@@ -122,6 +122,7 @@ def test_log_probs_are_those_of_the_trainer(temperature, wide, tolerance):
     result = br.sample(
         decoder, params, PROMPT, key=jax.random.key(1), branches=BRANCHES,
         max_tokens=TOKENS, stop_ids=STOPS, law=br.Law(temperature),
+        compact=False,
     )
     group = br.Group.create(PROMPT, result.tails(), config=config)
     replayed_GT = br.log_probs(
