@@ -134,12 +134,77 @@ def training(results: dict) -> str:
   return head + "".join(rows)
 
 
+def _shape(row: dict) -> str:
+  kind = row["advantages"]
+  if row["depth"] is not None:
+    kind = f"fact at depth {row['depth']}"
+  return (
+      f"| {row['prompt_tokens']} | {row['tail_tokens']} | {row['branches']} "
+      f"| {kind} "
+  )
+
+
+def _spread(of: dict) -> str:
+  return f"{of['mean']:.2f} ± {of['std'] or 0:.2f}"
+
+
+def by_shape(results: dict) -> str:
+  """Stop against exact by shape, mean and spread over groups."""
+  head = (
+      "| P + 1 | T | G | advantages | n | cosine | relative error | norm ratio "
+      "| key | value | Adam | two largest of 16 |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+  )
+  rows = sorted(
+      results["summary"]["stop"],
+      key=lambda row: (
+          row["depth"] is not None, row["advantages"], row["tail_tokens"] != 32,
+          row["branches"] != 4, row["prompt_tokens"], row["tail_tokens"],
+          row["branches"], row["depth"] or 0,
+      ),
+  )
+  return head + "".join(
+      f"{_shape(row)}| {row['cosine']['n']} | {_spread(row['cosine'])} "
+      f"| {_spread(row['relative_error'])} | {_spread(row['norm_ratio'])} | "
+      + " | ".join(
+          f"{row['per_matrix_cosine'][f'layers/project/{x}/kernel']['mean']:.2f}"
+          for x in ("key", "value")
+      )
+      + f" | {row['adam_cosine']['mean']:.2f} "
+      f"| {_spread(row['share_of_two_largest_sixteenths'])} |\n"
+      for row in rows
+  )
+
+
+def by_estimator(results: dict) -> str:
+  """Estimators by shape: error, and how often it is below that of stop."""
+  head = (
+      "| P + 1 | T | G | advantages | n | law | chunks of 16 | relative error "
+      "| stop | closer than stop |\n|---|---|---|---|---|---|---|---|---|---|\n"
+  )
+  rows = [
+      row for row in results["summary"]["estimators"]
+      if row["depth"] is None and row["advantages"] == "random"
+      and (row["tail_tokens"], row["branches"]) == (32, 4)
+  ]
+  rows.sort(key=lambda row: (row["prompt_tokens"], row["law"], row["budget"]))
+  return head + "".join(
+      f"{_shape(row)}| {row['relative_error']['n']} | {row['law']} "
+      f"| {row['chunks_run']['mean']:.1f} | {_spread(row['relative_error'])} "
+      f"| {row['stop_relative_error']['mean']:.2f} "
+      f"| {row['closer_than_stop']:.0%} |\n"
+      for row in rows
+  )
+
+
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
     "accumulator_error": rounding,
     "bias_batch.groups": groups,
     "bias_batch.sums": sums,
+    "bias_sweep.stop": by_shape,
+    "bias_sweep.estimators": by_estimator,
     "bias_training": training,
 }
 
