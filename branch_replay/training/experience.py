@@ -18,6 +18,7 @@ from branch_replay import prefix
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rl import advantages
+from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import sample as sample_lib
 from branch_replay.schedule import Schedule
 from branch_replay.tasks import task as task_lib
@@ -42,7 +43,7 @@ class Rollouts:
 
   branches: int
   max_tokens: int
-  law: sample_lib.Law = sample_lib.Law()
+  law: law_lib.Law = law_lib.Law()
   hold: Hold = "state"
 
   def __post_init__(self):
