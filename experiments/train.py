@@ -263,15 +263,51 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
   rows = metrics.read(workdir)
   if params is None:
     return rows
-  record.write_json(workdir / "environment.json", record.environment())
+  results = summary(config, rows)
+  record.write_json(workdir / "results.json", results)
   if config.export:
     export(problem, params, workdir / "model")
-  evaluated = [row for row in rows if "eval/reward" in row]
-  for phase in ("before", *config.phases):
-    last = [row for row in evaluated if row["phase"] == phase][-1]
-    print(f"{phase}: held-out reward {last['eval/reward']:.3f}")
-  print(f"Wrote {workdir / metrics.FILE}, checkpoints and model beside it.")
+  for phase in results["phases"]:
+    print(
+        f"{phase['name']}: held-out reward {phase['reward']:.3f} after "
+        f"{phase['seconds']:.0f} s"
+    )
+  print(
+      f"Wrote {workdir / metrics.FILE}, results.json, checkpoints and model "
+      "beside it."
+  )
   return rows
+
+
+def summary(config, rows: list[dict]) -> dict:
+  """What a run came to, without its single steps.
+
+  Args:
+    config: of the run.
+    rows: of metrics.jsonl.
+
+  Returns:
+    environment; config; `curve`, every evaluation with the seconds spent until
+    then, compilation included and starting up not; `phases`, the last
+    evaluation of each.
+  """
+  curve, seconds = [], 0.0
+  for row in rows:
+    seconds += sum(x for name, x in row.items() if name.startswith("time/"))
+    if "eval/reward" in row:
+      curve.append({
+          "step": row["step"], "name": row["phase"],
+          "reward": row["eval/reward"], "seconds": round(seconds, 1),
+      })
+  ends = [
+      [at for at in curve if at["name"] == name][-1]
+      for name in ("before", *config.phases)
+  ]
+  return {
+      "environment": record.environment(), "config": config.to_dict(),
+      "curve": curve, "phases": ends,
+      "mismatch_max": max(row.get("mismatch_max", 0.0) for row in rows),
+  }
 
 
 def export(problem: Problem, params, directory: pathlib.Path) -> None:
