@@ -52,6 +52,8 @@ smoke: $(READY)
 	  --config=configs/bias_batch_tiny.py
 	$(BIN)/python -m experiments.bias_training \
 	  --config=configs/bias_training_tiny.py
+	$(BIN)/python -m experiments.learning_curves \
+	  --config=configs/learning_smoke.py
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

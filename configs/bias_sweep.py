@@ -5,8 +5,8 @@
 Questions: on SmolLM2-135M-Instruct and real documents, how far is the gradient
 that stops at the prefix from the exact one, by prefix length, tail length,
 group size, matrix and layer; where in the prefix does the cotangent sit; and is
-a sampled prefix pass at a third of the cost closer than stopping? Not run in
-full yet: no answer is committed.
+a sampled prefix pass at a third of the cost closer than stopping? The answers
+are in docs/bias.md.
 
   python -m experiments.bias_sweep --config=configs/bias_sweep.py
 

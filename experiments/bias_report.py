@@ -32,7 +32,8 @@ def summarize(cases: list[dict]) -> dict:
     cases: lines of cases.jsonl.
 
   Returns:
-    {"stop": [...], "estimators": [...], "dead_groups": n}.
+    {"stop": [...], "estimators": [...], "overall": [...], "cases": n,
+    "dead_groups": n}.
   """
   shapes, estimators = {}, {}
   for case in cases:
@@ -93,9 +94,40 @@ def summarize(cases: list[dict]) -> dict:
           }
           for at, members in sorted(estimators.items(), key=str)
       ],
+      "overall": overall(cases),
       "cases": len(cases),
       "dead_groups": sum(bool(case.get("dead")) for case in cases),
   }
+
+
+def overall(cases: list[dict]) -> list[dict]:
+  """Estimators that every case has, over all shapes together, and stop."""
+  cases = [c for c in cases if not c.get("dead") and c["estimators"]]
+  found = {}
+  for case in cases:
+    for one in case["estimators"]:
+      at = one["law"], round(one["budget"], 2)
+      found.setdefault(at, []).append((one, case["stop"]))
+  rows = [("stop", 0.0, [(case["stop"], case["stop"]) for case in cases])]
+  rows += [
+      (*at, members) for at, members in sorted(found.items())
+      if len(members) == len(cases)
+  ]
+  return [
+      {
+          "law": law, "budget": budget,
+          "relative_error": spread([one["relative_error"] for one, _ in pairs]),
+          "median_relative_error": round(float(np.median(
+              [one["relative_error"] for one, _ in pairs]
+          )), 4),
+          "cosine": spread([one["cosine"] for one, _ in pairs]),
+          "closer_than_stop": round(float(np.mean([
+              one["relative_error"] < stop["relative_error"]
+              for one, stop in pairs
+          ])), 3),
+      }
+      for law, budget, pairs in rows if pairs
+  ]
 
 
 def table(results: dict) -> str:
@@ -196,10 +228,11 @@ def _draw_profile(axis, base):
 
 
 def _draw_estimators(axis, rows):
+  longest = max((row["prompt_tokens"] for row in rows), default=0)
   for law in ("importance", "uniform", "top"):
     chosen = [
         row for row in rows
-        if row["law"] == law and row["prompt_tokens"] == 1024
+        if row["law"] == law and row["prompt_tokens"] == longest
     ]
     axis.errorbar(
         [row["chunks_run"]["mean"] for row in chosen],
@@ -213,5 +246,5 @@ def _draw_estimators(axis, rows):
           linestyle=":",
       )
   axis.set_xlabel("chunks run, of 16")
-  axis.set_title("relative error, P=1024 (dotted: stop)", fontsize=10)
+  axis.set_title(f"relative error, P={longest} (dotted: stop)", fontsize=10)
   axis.legend(fontsize=8)

@@ -197,6 +197,22 @@ def by_estimator(results: dict) -> str:
   )
 
 
+def over_shapes(results: dict) -> str:
+  """Estimators over all shapes together."""
+  head = (
+      "| estimator | chunks of 16 | n | relative error | median | cosine "
+      "| closer than stop |\n|---|---|---|---|---|---|---|\n"
+  )
+  return head + "".join(
+      f"| {row['law']} | {row['budget']:.1f} | {row['relative_error']['n']} "
+      f"| {_spread(row['relative_error'])} "
+      f"| {row['median_relative_error']:.2f} | {_spread(row['cosine'])} | "
+      + ("–" if row["law"] == "stop" else f"{row['closer_than_stop']:.0%}")
+      + " |\n"
+      for row in results["summary"]["overall"]
+  )
+
+
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
@@ -205,6 +221,7 @@ _FORMS = {
     "bias_batch.sums": sums,
     "bias_sweep.stop": by_shape,
     "bias_sweep.estimators": by_estimator,
+    "bias_sweep.overall": over_shapes,
     "bias_training": training,
 }
 
