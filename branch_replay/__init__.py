@@ -13,10 +13,16 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
   V  vocabulary                   B  positions in one attention tile
   M  model width                  F  feed-forward width
   U  ids of a draft vocabulary
+
+Gated delta layers: K key heads of D with R value heads of E each, W inputs of
+the short convolution, X = 2D + R·E of its channels a key head. Latent layers: C
+numbers of a position's latent.
 """
 
 # isort: off
 from branch_replay.chunk_sampling import Sampling
+from branch_replay.config import GatedDelta
+from branch_replay.config import LatentAttention
 from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
@@ -44,8 +50,10 @@ from branch_replay.weights.hf import save_hf
 __all__ = [
     "Decoder",
     "Finish",
+    "GatedDelta",
     "Group",
     "Law",
+    "LatentAttention",
     "LinearScaling",
     "Llama3Scaling",
     "LogProbs",

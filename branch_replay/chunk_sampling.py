@@ -17,6 +17,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import config as config_lib
+from branch_replay import pattern
 from branch_replay.layout import Layout
 
 ChunkLaw = Literal["importance", "uniform", "top"]
@@ -34,11 +36,15 @@ class Sampling:
       is deterministic and biased.
     floor: least probability of a chunk under "importance", or the budget's
       share where that is less: it bounds the weight 1/q.
+    recurrent: allow models with recurrent layers. Their chunks pass what they
+      receive on, so weights multiply from chunk to chunk, and the estimate is
+      unbiased but of a variance that grows with the number of chunks.
   """
 
   chunks: float = 4.0
   law: ChunkLaw = "importance"
   floor: float = 0.05
+  recurrent: bool = False
 
   def __post_init__(self):
     if not self.chunks > 0:
@@ -66,14 +72,28 @@ class PrefixPass(NamedTuple):
   size: jax.Array
 
 
-def sizes(accumulator, chunks: int, layout: Layout = Layout()) -> jax.Array:
-  """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents."""
+def sizes(
+    config: config_lib.ModelConfig, accumulator, chunks: int, index,
+    layout: Layout = Layout(),
+) -> jax.Array:
+  """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents.
+
+  What layers with a window or a recurrence send to a chunk is known when it is
+  its turn, of chunk `index`, and not before.
+  """
   def squares(x_LKPD):
     layers, heads, positions, head_dim = x_LKPD.shape
     shape = layers, heads, chunks, positions // chunks, head_dim
     return jnp.sum(jnp.square(x_LKPD.reshape(shape)), axis=(0, 1, 3, 4))
 
-  return jnp.sqrt(layout.sum(sum(squares(x) for x in accumulator)))
+  total_N = 0.0
+  for kind, stack in pattern.leaves(config, accumulator):
+    for x in jax.tree.leaves(stack):
+      if kind in ("full", "latent"):
+        total_N += squares(x)
+      else:
+        total_N += jnp.sum(jnp.square(x)) * (jnp.arange(chunks) == index)
+  return jnp.sqrt(layout.sum(total_N))
 
 
 def probabilities(sampling: Sampling, size_N, waiting_N, budget):
@@ -131,17 +151,19 @@ def uniforms(key, chunks: int) -> jax.Array:
 
 
 def run(
-    sampling: Sampling, accumulator, used, uniform_N, pop, carry,
-    layout: Layout = Layout(),
+    config: config_lib.ModelConfig, sampling: Sampling, accumulator, used,
+    uniform_N, pop, skip, carry, layout: Layout = Layout(),
 ):
   """Pops the chunks that are drawn, last to first.
 
   Args:
+    config: geometry.
     sampling: the estimator.
-    accumulator: cotangent of the state, pair of [L, K, P, D].
+    accumulator: cotangent of the state.
     used: i32, chunks that hold the prefix.
     uniform_N: numbers in [0, 1); chunk i runs if its number is below qᵢ.
     pop: (index, scale, carry, accumulator) -> (carry, accumulator).
+    skip: (index, accumulator) -> accumulator, for a chunk that is not popped.
     carry: handed through.
     layout: where the accumulator lives.
 
@@ -159,10 +181,13 @@ def run(
     drawn = uniform_N[index] < q
     scale = 1 / jnp.where(drawn, q, 1)  # 1 under "top", whose q is 0 or 1
 
+    def after(accumulator):
+      return sizes(config, accumulator, chunks, index - 1, layout)
+
     def once(_, state):
       carry, accumulator, _ = state
       carry, accumulator = pop(index, scale, carry, accumulator)
-      return carry, accumulator, sizes(accumulator, chunks, layout)
+      return carry, accumulator, after(accumulator)
 
     report = PrefixPass(
         report.probability.at[index].set(q),
@@ -173,9 +198,15 @@ def run(
     carry, accumulator, size_N = lax.fori_loop(
         0, drawn.astype(jnp.int32), once, (carry, accumulator, size_N)
     )
+    if not config.positional:
+      accumulator = lax.fori_loop(
+          0, 1 - drawn.astype(jnp.int32),
+          lambda _, accumulator: skip(index, accumulator), accumulator,
+      )
+      size_N = after(accumulator)
     return carry, accumulator, size_N, budget - q, report
 
-  size_N = sizes(accumulator, chunks, layout)
+  size_N = sizes(config, accumulator, chunks, used - 1, layout)
   budget = jnp.minimum(
       jnp.asarray(sampling.chunks, size_N.dtype), used.astype(size_N.dtype)
   )

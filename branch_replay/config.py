@@ -54,6 +54,9 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
+# Token mixers a layer may have.
+KINDS = ("full", "sliding", "latent", "delta")
+
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
 
@@ -85,6 +88,91 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True)
+class GatedDelta:
+  """Geometry of gated delta layers.
+
+  Attributes:
+    key_heads: K, heads of queries and keys.
+    value_heads: K·R; value head h reads key head h // R.
+    key_dim: D, of a head of queries and keys.
+    value_dim: E, of a head of values.
+    conv_width: W, inputs of the short convolution, at least 2.
+
+  Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+  """
+
+  key_heads: int
+  value_heads: int
+  key_dim: int
+  value_dim: int
+  conv_width: int = 4
+
+  def __post_init__(self):
+    for field, least in dict(
+        key_heads=1, value_heads=1, key_dim=1, value_dim=1, conv_width=2
+    ).items():
+      if getattr(self, field) < least:
+        raise ValueError(
+            f"GatedDelta.{field} must be at least {least}: "
+            f"{getattr(self, field)}"
+        )
+    if self.value_heads % self.key_heads:
+      raise ValueError(
+          f"GatedDelta.value_heads={self.value_heads} is not a multiple of "
+          f"key_heads={self.key_heads}."
+      )
+
+  @property
+  def channels(self) -> int:
+    """X, inputs of the convolution of a key head: 2D + R·E."""
+    repeats = self.value_heads // self.key_heads
+    return 2 * self.key_dim + repeats * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+  """Geometry of latent attention layers, beside `num_heads`.
+
+  Attributes:
+    rank: C, of the latent that all heads' keys and values are made of.
+    nope_dim: D_n, of the part of a query and key that is not rotated.
+    rope_dim: D_r, of the rotated part, whose key all heads share; even.
+    value_dim: of a head of values.
+    query_rank: of the latent that queries are made of; None to project them.
+
+  Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+  """
+
+  rank: int
+  nope_dim: int
+  rope_dim: int
+  value_dim: int
+  query_rank: int | None = None
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if value is not None and value < 1:
+        raise ValueError(
+            f"LatentAttention.{field.name} must be at least 1: {value}"
+        )
+    if self.rope_dim % 2:
+      raise ValueError(
+          f"RoPE needs an even LatentAttention.rope_dim, not {self.rope_dim}."
+      )
+
+  @property
+  def query_dim(self) -> int:
+    """Of a head of queries: D_n + D_r."""
+    return self.nope_dim + self.rope_dim
+
+  @property
+  def slot(self) -> int:
+    """Numbers that a position leaves behind: C + D_r."""
+    return self.rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Geometry and dtypes of a Llama-like decoder.
 
@@ -102,6 +190,14 @@ class ModelConfig:
     norm_eps: ε inside every RMSNorm.
     qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
     qkv_bias: bias on the query, key and value projections (Qwen2).
+    layer_pattern: the repeating period of token mixers: layer l has kind
+      layer_pattern[l mod its length]. "full" attends to all positions before,
+      "sliding" to the last `window`; "latent" to all before through one
+      compressed vector each; "delta" is the gated delta rule.
+    window: W, positions a query of a sliding layer sees, its own included: at
+      i it sees the keys at j with i − j < W. None without such layers.
+    delta: geometry of delta layers; None without such layers.
+    latent: geometry of latent layers; None without such layers.
     tied_embeddings: the head is the embedding table.
     adapter: low-rank updates on the matrices of the layers, see `adapters`.
     param_dtype: dtype parameters are stored in.
@@ -122,6 +218,10 @@ class ModelConfig:
   norm_eps: float = 1e-5
   qk_norm: bool = False
   qkv_bias: bool = False
+  layer_pattern: tuple[str, ...] = ("full",)
+  window: int | None = None
+  delta: GatedDelta | None = None
+  latent: LatentAttention | None = None
   tied_embeddings: bool = False
   adapter: Adapter | None = None
   param_dtype: str = "float32"
@@ -148,9 +248,66 @@ class ModelConfig:
           f"Unknown RoPE scaling {self.rope_scaling!r}: use LinearScaling, "
           "Llama3Scaling, YarnScaling or None."
       )
+    self._check_pattern()
     for field in ("param_dtype", "compute_dtype"):
       if not jnp.issubdtype(jnp.dtype(getattr(self, field)), jnp.floating):
         raise ValueError(f"{field} must be a float: {getattr(self, field)}")
+
+  def _check_pattern(self):
+    kinds = self.layer_pattern
+    if not isinstance(kinds, tuple) or not kinds or set(kinds) - set(KINDS):
+      raise ValueError(
+          f"layer_pattern={kinds!r} must be a tuple of some of "
+          f"{', '.join(KINDS)}."
+      )
+    if len(kinds) > self.num_layers:
+      raise ValueError(
+          f"layer_pattern has {len(kinds)} kinds for {self.num_layers} layers: "
+          "drop those that no layer has."
+      )
+    every = [kinds[i % len(kinds)] for i in range(self.num_layers)]
+    for period in range(1, len(kinds)):
+      if every == [kinds[i % period] for i in range(self.num_layers)]:
+        raise ValueError(
+            f"layer_pattern={kinds!r} repeats itself: write it as "
+            f"{kinds[:period]!r}."
+        )
+    if ("sliding" in kinds) != (self.window is not None):
+      raise ValueError(
+          f"window={self.window} with layer_pattern={kinds!r}: sliding layers "
+          "need a window, and nothing else has one."
+      )
+    if ("delta" in kinds) != (self.delta is not None):
+      raise ValueError(
+          f"delta={self.delta} with layer_pattern={kinds!r}: delta layers need "
+          "a GatedDelta, and nothing else has one."
+      )
+    if ("latent" in kinds) != (self.latent is not None):
+      raise ValueError(
+          f"latent={self.latent} with layer_pattern={kinds!r}: latent layers "
+          "need a LatentAttention, and nothing else has one."
+      )
+    if self.latent is not None and isinstance(self.rope_scaling, YarnScaling):
+      raise ValueError(
+          "YarnScaling scales the scores of latent layers in another way than "
+          "those of others: it is not supported with them."
+      )
+    if self.window is not None and self.window < 1:
+      raise ValueError(f"window must be at least 1: {self.window}")
+
+  @property
+  def recurrent(self) -> bool:
+    """Whether a layer's state has one size whatever the prefix's length."""
+    return "delta" in self.layer_pattern
+
+  @property
+  def positional(self) -> bool:
+    """Whether the state of every layer has a place for every position."""
+    return not {"sliding", "delta"} & set(self.layer_pattern)
+
+  def window_of(self, kind: str) -> int | None:
+    """W of a layer, or None if it sees all positions before."""
+    return self.window if kind == "sliding" else None
 
   @property
   def head_path(self) -> str:

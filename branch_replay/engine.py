@@ -33,6 +33,7 @@ from branch_replay import layout as layout_lib
 from branch_replay import readout as readout_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
+from branch_replay.mixers import sizes
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
 from branch_replay.schedule import check_mode
@@ -51,6 +52,14 @@ class Task:
 
   def __post_init__(self):
     check_mode(self.prefix_gradient)
+    if self.prefix_gradient == "sampled" and (
+        self.config.recurrent and not self.sampling.recurrent
+    ):
+      raise ValueError(
+          "prefix_gradient='sampled' through recurrent layers multiplies the "
+          "weights of chunks: use 'exact', or Sampling(recurrent=True) to have "
+          "it all the same."
+      )
     adapters.check_trainable(self.trainable, self.config)
 
   @property
@@ -124,7 +133,7 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
   Args:
     task: model and schedule; the chunk size is that of its schedule.
     params: parameters.
-    state: holds at least the chunks before.
+    state: holds the chunks before; its `length` is that of the whole prefix.
     index: i32 scalar.
     keep: what to keep for `pop_chunk`, as in `segment.forward`.
 
@@ -132,18 +141,16 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
     The mixer state with the chunk's keys and values, and what was kept.
   """
   size = task.chunks(state.capacity).size
-  tokens, context = _chunk(task, state.tokens, state.mixer, index, size)
+  seen = state_lib.seen(task.config, state.mixer)
+  tokens, context, chunk = _chunk(
+      task, state.tokens, seen, index, size, state.length
+  )
   _, present, kept = segment.forward(
       task.config, params["layers"],
       segment.embed(task.config, params, tokens, task.layout), context,
       layout=task.layout, keep=keep, present=True,
   )
-  at = context.prefix_length
-  mixer = tuple(
-      lax.dynamic_update_slice_in_dim(x, new[:, :, 0], at, axis=2)
-      for x, new in zip(state.mixer, present, strict=True)
-  )
-  return mixer, kept
+  return state_lib.push(task.config, state.mixer, present, chunk), kept
 
 
 def pop_chunk(
@@ -167,29 +174,41 @@ def pop_chunk(
   Returns:
     grads and accumulator.
   """
-  positions = accumulator[0].shape[2] * task.layout.devices
+  positions = state_lib.positions(task.config, accumulator, state)
   size = task.chunks(positions).size
   room = max(0, positions - state.capacity)
   all_tokens = jnp.pad(state.tokens, (0, room))
-  tokens, context = _chunk(task, all_tokens, state.mixer, index, size)
+  seen = state_lib.seen(
+      task.config, state.mixer, index, size // task.layout.devices
+  )
+  tokens, context, chunk = _chunk(
+      task, all_tokens, seen, index, size, state.length
+  )
   if kept is None:
-    y_GTM, _, kept = segment.forward(
+    _, _, kept = segment.forward(
         task.config, params["layers"],
         segment.embed(task.config, params, tokens, task.layout), context,
         layout=task.layout, keep=_segment_keep(task.schedule.activations),
     )
-    shape, dtype = y_GTM.shape, y_GTM.dtype
-  else:
-    shape, dtype = kept.x_GTM.shape[1:], kept.x_GTM.dtype
+  nothing_GTM = jnp.zeros(
+      (*tokens.shape, task.config.width), task.config.compute_dtype
+  )
   dx_GTM, layer_grads, accumulator = segment.backward(
       task.config, params["layers"], grads["layers"], kept,
-      jnp.zeros(shape, dtype), context,
-      layout=task.layout, accumulator=accumulator,
-      present_at=context.prefix_length, present_scale=scale,
+      nothing_GTM, context, layout=task.layout, accumulator=accumulator,
+      popped=segment.Popped(chunk, scale),
   )
   grads = grads | {"layers": layer_grads}
   grads = segment.embed_backward(grads, tokens, dx_GTM, task.layout)
   return grads, accumulator
+
+
+def skip_chunk(task: Task, accumulator, state, index):
+  """The accumulator after the turn of a chunk that is not popped."""
+  positions = state_lib.positions(task.config, accumulator, state)
+  size = task.chunks(positions).size
+  chunk = _stretch(task, index, size, state.length)
+  return state_lib.skip(task.config, accumulator, chunk)
 
 
 def visit_branches(
@@ -299,15 +318,25 @@ def _segment_keep(policy: str | None) -> str | None:
   return "inputs" if policy == "recompute_layers" else "stages"
 
 
-def _chunk(task: Task, tokens, mixer, index, size):
-  """Tokens [1, C] of a chunk, and the context it continues from."""
+def _chunk(task: Task, tokens, seen, index, size, length):
+  """Tokens [1, C] of a chunk, its context, and where it stands."""
   layout, start = task.layout, index * size
   positions_C = layout.positions(start, size)
-  context = segment.Context(
-      mixer, start // layout.devices, positions_C[None]
-  )
+  lengths_G = None
+  if task.config.recurrent:  # attention cannot see what is past the length
+    lengths_G = jnp.clip(length - start, 0, size)[None]
+  chunk = _stretch(task, index, size, length)
+  context = segment.Context(seen, chunk.start, positions_C[None], lengths_G)
   tokens_1C = lax.dynamic_slice_in_dim(tokens, start, size)[None]
-  return layout.mine(tokens_1C, 1), context
+  return layout.mine(tokens_1C, 1), context, chunk
+
+
+def _stretch(task: Task, index, size, length) -> sizes.Chunk:
+  """Where a chunk stands on this device."""
+  layout, start = task.layout, index * size
+  end = jnp.clip(length, start, start + size)
+  here = start // layout.devices
+  return sizes.Chunk(index, here, layout.here(end) - here)
 
 
 def _branches(task: Task, state, group):
@@ -315,10 +344,12 @@ def _branches(task: Task, state, group):
   if task.prefix_gradient == "full":
     window, first = group.prompt_length - 1, 0
     tokens_GS = group.sequences()[:, :-1]
-    prefix = state_lib.empty(task.config, 0).mixer
+    nothing = state_lib.empty(task.config, 0, devices=task.layout.devices)
+    prefix = state_lib.seen(task.config, nothing.mixer)
   else:
     window, first = 0, state.length
-    tokens_GS, prefix = group.inputs(), state.mixer
+    tokens_GS = group.inputs()
+    prefix = state_lib.seen(task.config, state.mixer)
   rows = Branches(
       _pad_tokens(task, tokens_GS), group.tails, group.tail_lengths
   )

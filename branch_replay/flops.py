@@ -5,39 +5,79 @@
   F(T | P) = 2NT + 4LdTP + 2LdT²
 
 is the forward pass of T tokens on a prefix of P: N parameters of the layers,
-L layers, d = heads · head_dim, causal. A backward pass is 2F. The head costs
+L layers, d = heads · head_dim, causal; in layers with a window every query sees
+at most W keys, and the gated delta rule costs 6DE a token and value head,
+whatever P is. A backward pass is 2F. The head costs
 2VM a tail token forward, twice that backward, and once more because logits are
 computed again. Padding, norms and softmax are not counted.
 """
 
 from branch_replay import config as config_lib
+from branch_replay import pattern
 
 
 def layer_parameters(config: config_lib.ModelConfig) -> int:
   """N, weights of the matrices of all layers."""
-  heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-  return config.num_layers * config.width * (heads + 3 * config.ffn_width)
+  def mixer(kind):
+    if kind == "latent":
+      return _latent_parameters(config)
+    if kind != "delta":
+      heads = 2 * config.num_heads + 2 * config.num_kv_heads
+      return config.width * heads * config.head_dim
+    delta = config.delta
+    channels = delta.key_heads * delta.channels
+    values = delta.value_heads * (2 + 2 * delta.value_dim)
+    return config.width * (channels + values) + channels * delta.conv_width
+
+  feed_forward = 3 * config.width * config.ffn_width
+  return sum(mixer(kind) + feed_forward for kind in pattern.layers(config))
+
+
+def _latent_parameters(config: config_lib.ModelConfig) -> int:
+  latent, heads = config.latent, config.num_heads
+  queries = config.width * heads * latent.query_dim
+  if latent.query_rank:
+    queries = latent.query_rank * (config.width + heads * latent.query_dim)
+  values = heads * latent.value_dim
+  return (
+      queries + config.width * (latent.slot + values)
+      + heads * latent.nope_dim * latent.rank + values * latent.rank
+  )
 
 
 def forward(config: config_lib.ModelConfig, tokens: int, prefix: int) -> int:
   """F(T | P) in floating-point operations."""
-  return _linear(config, tokens) + _attention(config, tokens, prefix)
+  return _linear(config, tokens) + _mixing(config, tokens, prefix)
 
 
 def _linear(config, tokens):
   return 2 * layer_parameters(config) * tokens
 
 
-def _attention(config, tokens, prefix):
-  d = config.num_layers * config.num_heads * config.head_dim
-  return 4 * d * tokens * prefix + 2 * d * tokens**2
+def _mixing(config, tokens, prefix):
+  """Attention, and reading and writing the matrices of recurrent layers."""
+  def pairs(positions, window):
+    """Twice the pairs of a query and a key that it sees."""
+    near = positions if window is None else min(positions, window)
+    return near * (2 * positions - near)
+
+  def layer(kind):
+    if kind == "delta":
+      delta = config.delta
+      return 6 * delta.value_heads * delta.key_dim * delta.value_dim * tokens
+    window, d = config.window_of(kind), config.num_heads * config.head_dim
+    if kind == "latent":  # attended in the latent, for keys and for values
+      d = config.num_heads * config.latent.slot
+    return 2 * d * (pairs(prefix + tokens, window) - pairs(prefix, window))
+
+  return sum(layer(kind) for kind in pattern.layers(config))
 
 
 def _backward(config, tokens, prefix, trainable):
   """2F; of a frozen base only the cotangents of activations."""
   weights = 2 if trainable == "all" else 1
   linear = weights * _linear(config, tokens)
-  return linear + 2 * _attention(config, tokens, prefix)
+  return linear + 2 * _mixing(config, tokens, prefix)
 
 
 def gradient(

@@ -84,7 +84,7 @@ class _Run:
     length = int(group.prompt_length) - 1
     self._used = -(-length // self._chunks.size) if length else 0
     self._state = state_lib.PrefixState(
-        mixer=_empty(task, capacity, params),
+        mixer=_empty(task, self._chunks, params),
         tokens=jnp.pad(group.prompt[:-1], (0, capacity - positions)),
         length=jnp.int32(length),
         version=jnp.uint32(0),
@@ -115,7 +115,7 @@ class _Run:
     for index in range(self._used):
       mixer, of_chunk = self._done("prefix forward", _push(
           self._task, self._params, self._state.mixer, self._state.tokens,
-          index,
+          self._state.length, index,
       ))
       self._state = dataclasses.replace(self._state, mixer=mixer)
       kept.append(of_chunk)
@@ -152,11 +152,14 @@ class _Run:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _empty(task, capacity, params):
+def _empty(task, chunks, params):
   layout = task.layout
 
   def here(_):
-    return state_lib.empty(task.config, capacity, devices=layout.devices).mixer
+    return state_lib.empty(
+        task.config, chunks.capacity, devices=layout.devices,
+        popped=chunks if task.accumulates else state_lib.NO_CHUNKS,
+    ).mixer
 
   return layout.over(here, ("params",), "mixer")(params)
 
@@ -170,7 +173,8 @@ def _start(task, capacity, params):
     accumulator = None
     if task.accumulates:
       accumulator = state_lib.accumulator(
-          task.config, capacity // layout.devices, schedule.accumulator_dtype
+          task.config, capacity // layout.devices, schedule.accumulator_dtype,
+          layout.devices,
       )
     return engine.zero_grads(task.trained(params)), accumulator
 
@@ -179,22 +183,22 @@ def _start(task, capacity, params):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _push(task, params, mixer, tokens, index):
+def _push(task, params, mixer, tokens, length, index):
   keep = task.prefix_gradient == "exact" and (
       task.schedule.activations == "keep"
   )
 
-  def here(params, mixer, tokens, index):
+  def here(params, mixer, tokens, length, index):
     state = state_lib.PrefixState(
-        mixer, tokens, index, jnp.uint32(0), devices=task.layout.devices
+        mixer, tokens, length, jnp.uint32(0), devices=task.layout.devices
     )
     return engine.push_chunk(
         task, params, state, index, keep="stages" if keep else None
     )
 
-  ins = "params", "mixer", "all", "all"
+  ins = "params", "mixer", "all", "all", "all"
   return task.layout.over(here, ins, ("mixer", "all"))(
-      params, mixer, tokens, index
+      params, mixer, tokens, length, index
   )
 
 

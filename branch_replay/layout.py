@@ -88,6 +88,22 @@ class Layout:
     attention to all keys."""
     return out, lse
 
+  def to_heads(self, x_GTK):
+    """This device's tokens of all heads ↦ all tokens of this device's heads.
+
+    Heads that the devices do not divide are padded with zeros.
+    """
+    return x_GTK
+
+  def to_tokens(self, x_GTK, heads: int):
+    """Undoes `to_heads` of so many heads."""
+    del heads
+    return x_GTK
+
+  def my_heads(self, x_K):
+    """This device's heads of what all have."""
+    return x_K
+
   def stripe(self) -> attention.Stripe:
     """Which keys of a segment are here."""
     return attention.Stripe()

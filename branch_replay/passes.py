@@ -21,6 +21,7 @@ from branch_replay import engine
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.layout import Layout
+from branch_replay.mixers import sizes
 
 
 class Evaluation(NamedTuple):
@@ -55,12 +56,15 @@ def capture(task: engine.Task, params, group, version=None, capacity=0):
 def _capture(task, capacity, params, group, version):
   positions = group.prompt.shape[0] - 1
   chunks = task.chunks(positions)
+  capacity = -(-capacity // task.layout.devices) * task.layout.devices
   length = group.prompt_length - 1
   state = dataclasses.replace(
       state_lib.empty(
-          task.config, chunks.capacity, version, task.layout.devices
+          task.config, chunks.capacity, version, task.layout.devices,
+          popped=_popped(task, chunks, capacity), room=capacity,
       ),
       tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
+      length=length,
   )
   keep = "stages" if task.schedule.activations == "keep" else None
 
@@ -89,27 +93,36 @@ def _capture(task, capacity, params, group, version):
     )
   else:
     kept = None
-  state = dataclasses.replace(state, length=length, kept=kept)
-  devices = task.layout.devices
-  room = max(chunks.capacity, -(-capacity // devices) * devices)
-  return state_lib.resize(state, room)
+  state = dataclasses.replace(state, kept=kept)
+  return state_lib.resize(
+      task.config, state, max(chunks.capacity, capacity)
+  )
+
+
+def _popped(task, chunks: state_lib.Chunks, capacity=0) -> state_lib.Chunks:
+  """The chunks that will be popped: none of a state that is to be extended."""
+  if task.accumulates and capacity <= chunks.capacity:
+    return chunks
+  return state_lib.NO_CHUNKS
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def extend(model, params, state, tokens, length):
   """Appends padded tokens; what lies past `length` is dropped."""
   positions = state.length + jnp.arange(tokens.shape[0])
-  context = segment.Context(state.mixer, state.length, positions[None])
+  real = length - state.length
+  context = segment.Context(
+      state_lib.seen(model.config, state.mixer), state.length,
+      positions[None], real[None] if model.config.recurrent else None,
+  )
   _, present, _ = segment.forward(
       model.config, params["layers"],
       segment.embed(model.config, params, tokens[None], Layout()), context,
       layout=Layout(), keep=None, present=True,
   )
   at = jnp.where(positions < length, positions, state.capacity)
-  mixer = tuple(
-      x.at[:, :, at].set(new[:, :, 0], mode="drop")
-      for x, new in zip(state.mixer, present, strict=True)
-  )
+  chunk = sizes.Chunk(None, state.length, real)
+  mixer = state_lib.extend(model.config, state.mixer, present, chunk)
   return dataclasses.replace(
       state, mixer=mixer, length=length, kept=None,
       tokens=state.tokens.at[at].set(tokens, mode="drop"),
@@ -137,7 +150,7 @@ def prefix_pass(
   Returns:
     grads, the whole cotangent of the state, and in `sampled` the `PrefixPass`.
   """
-  positions = accumulator[0].shape[2] * task.layout.devices
+  positions = state_lib.positions(task.config, accumulator, state)
   chunks = task.chunks(positions)
   if not chunks.count:
     return grads, accumulator, None
@@ -154,7 +167,9 @@ def prefix_pass(
 
   if task.prefix_gradient == "sampled":
     return chunk_sampling.run(
-        task.sampling, accumulator, used, uniform_N, pop, grads, task.layout
+        task.config, task.sampling, accumulator, used, uniform_N, pop,
+        lambda index, total: engine.skip_chunk(task, total, state, index),
+        grads, task.layout,
     )
   if chunks.count == 1:  # without a loop what was kept is not copied
     return *pop(0, 1.0, grads, accumulator), None
@@ -175,11 +190,12 @@ def _gradient(
     # Work follows the prompt, not the room that a state has to spare.
     chunks = task.chunks(group.prompt.shape[0] - 1)
     if state.capacity > chunks.capacity:
-      state = state_lib.resize(state, chunks.capacity)
+      state = state_lib.resize(task.config, state, chunks.capacity)
   if task.accumulates:
     here = chunks.capacity // task.layout.devices
     accumulator = state_lib.accumulator(
-        task.config, here, task.schedule.accumulator_dtype
+        task.config, here, task.schedule.accumulator_dtype,
+        task.layout.devices,
     )
   grads, accumulator, outputs, extra = engine.visit_branches(
       task, params, grads, accumulator, state, group, cotangent, args, kept
@@ -290,5 +306,8 @@ def _own_state(task: engine.Task, keep: bool, params, group):
   schedule = dataclasses.replace(
       task.schedule, activations="keep" if keep else "recompute"
   )
-  capturing = engine.Task(task.model, schedule=schedule)
+  mode = "exact" if task.accumulates else "stop"  # what is kept of chunks
+  capturing = engine.Task(
+      task.model, prefix_gradient=mode, schedule=schedule
+  )
   return _capture(capturing, 0, params, group, jnp.uint32(0))

@@ -20,6 +20,7 @@ from branch_replay import adapters
 from branch_replay import config as config_lib
 from branch_replay import flops
 from branch_replay import schedule as schedule_lib
+from branch_replay import state as state_lib
 from branch_replay.models import decoder
 
 GIB = 1 << 30
@@ -105,25 +106,39 @@ def bytes_per_device(step: Step) -> dict[str, int]:
   config, devices = step.config, step.devices
   params = _parameters(config)
   trained = adapters.select(params, step.trainable)
-  positions = math.ceil(step.prefix / devices)
-  cells = (
-      2 * config.num_layers * config.num_kv_heads * config.head_dim * positions
-  )
   moment = _itemsize(step.moments_dtype)
   accumulates = step.mode != "stop"
-  accumulator = step.accumulator_dtype or config_lib.at_least_float32(
-      config.compute_dtype
-  )
   found = {
       "parameters": _bytes(params) // devices,
       "gradients": _bytes(trained, _wide(config)) // devices,
       "optimizer": 2 * _bytes(trained, moment) // devices,
-      "state": cells * _itemsize(config.compute_dtype),
-      "accumulator": accumulates * cells * _itemsize(accumulator),
+      "state": _bytes(_state(step).mixer),
+      "accumulator": accumulates * _bytes(_accumulator(step)),
       "kept": _kept(step),
       "working": _working(step, params, trained),
   }
   return found | {"total": sum(found.values())}
+
+
+def _state(step: Step) -> state_lib.PrefixState:
+  """Shapes of a state on one device."""
+  config, devices = step.config, step.devices
+  size = min(step.chunk_size, max(step.prefix, 1))
+  popped = state_lib.NO_CHUNKS
+  if step.mode != "stop":
+    popped = state_lib.Chunks(math.ceil(step.prefix / size), size)
+  capacity = math.ceil(step.prefix / devices) * devices
+  return jax.eval_shape(lambda: state_lib.empty(
+      config, capacity, devices=devices, popped=popped
+  ))
+
+
+def _accumulator(step: Step):
+  """Shapes of its cotangent on one device."""
+  here = math.ceil(step.prefix / step.devices)
+  return jax.eval_shape(lambda: state_lib.accumulator(
+      step.config, here, step.accumulator_dtype, step.devices
+  ))
 
 
 def _segments(step: Step) -> tuple[int, int]:
@@ -136,7 +151,7 @@ def _kept(step: Step) -> int:
   """What is held between a segment's forward and backward pass."""
   config = step.config
   chunk, visit = _segments(step)
-  layers = config.num_layers * schedule_lib.stage_bytes(config)
+  layers = schedule_lib.layers_bytes(config)
   if step.activations == "recompute_layers":
     inputs = config.width * _itemsize(config.compute_dtype)
     layers = config.num_layers * inputs
@@ -160,9 +175,15 @@ def _working(step: Step, params, trained) -> int:
   weights = layer * narrow + of_trained * 2 * wide if step.devices > 1 else 0
   # Queries and cotangents of outputs in the compute dtype; outputs of the two
   # parts of attention, their merge and the queries' cotangents wide.
-  heads = config.num_heads * config.head_dim
+  head_dim = config.head_dim
+  if config.latent is not None:
+    head_dim = max(head_dim, config.latent.slot)
+  heads = config.num_heads * head_dim
   rows = tokens * heads * (2 * narrow + 4 * wide)
-  stages = 2 * schedule_lib.stage_bytes(config) * tokens / step.devices
+  largest = max(
+      schedule_lib.stage_bytes(config, kind) for kind in config.layer_pattern
+  )
+  stages = 2 * largest * tokens / step.devices
   readout = min(step.readout_tokens, math.ceil(visit / step.devices))
   logits = 3 * 2048 * readout * wide
   return round(weights + rows + max(stages, logits))

@@ -4,6 +4,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,7 +36,9 @@ def capture(
     params: its parameters.
     prompt: a `Group`, or the ids of a prompt.
     capacity: positions to make room for, at least those of the prefix, if the
-      state is to be extended; None for the prefix alone.
+      state is to be extended; None for the prefix alone. With more room than
+      that, layers with a window or a recurrence keep nothing of chunks: such a
+      state is for sampling and for "stop".
     schedule: chunk size and layout.
     keep: whether the state keeps its activations, so that the prefix pass does
       not run the prefix again.
@@ -81,7 +84,8 @@ def extend(
   Args:
     model: the decoder.
     params: the parameters the state was captured under.
-    state: captured with `capacity` to spare; what it keeps is dropped.
+    state: captured with `capacity` to spare; what it keeps is dropped, so that
+      with windows or recurrences the result is for sampling and for "stop".
     tokens: ids.
     schedule: how many are run at a time.
     version: what the state is marked with, if not by a fingerprint.
@@ -144,13 +148,23 @@ def check_replayable(task, state, group):
         f"{task.layout.devices}. Capture it with the same schedule."
     )
   if state.kept is not None:
-    kept, positions = state.kept.x_GTM.shape, group.prompt.shape[0] - 1
-    if (kept[0], kept[3]) != task.chunks(positions):
+    # Inputs of layers of every chunk, [chunks, L, 1, C, M], come first.
+    kept = jax.tree.leaves(state.kept)[0].shape
+    if (kept[0], kept[3]) != task.chunks(group.prompt.shape[0] - 1):
       raise ValueError(
           f"The state keeps chunks of {kept[3]} positions; chunk_size="
           f"{task.schedule.chunk_size} asks for others. Use one schedule for "
           "both, or capture with keep=False."
       )
+  chunks = task.chunks(group.prompt.shape[0] - 1)
+  if task.accumulates and not state_lib.complete(task.config, state, chunks):
+    raise ValueError(
+        f"chunk_size={task.schedule.chunk_size} cuts this group's prefix into "
+        f"{chunks.count} chunks of {chunks.size}, and the state does not keep "
+        "what precedes each of them in layers with a window or a recurrence. "
+        "Capture it for this group with the same schedule, without capacity=, "
+        "and not extended; or use prefix_gradient='stop'."
+    )
   return _check_prompt(state, group)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import layout as layout_lib
+from branch_replay import pattern
 
 PrefixGradient = Literal["full", "exact", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]
@@ -87,7 +88,7 @@ class Schedule:
     """
     if self.activations is not None:
       return self.activations
-    token = stage_bytes(config) * config.num_layers / self.layout.devices
+    token = layers_bytes(config) / self.layout.devices
     segment_tokens = max(row_tokens, min(prefix, self.chunk_size))
     if token * (prefix + held_tokens) <= self.memory_budget:
       return "keep"
@@ -96,11 +97,29 @@ class Schedule:
     return "recompute_layers"
 
 
-def stage_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of the stage inputs of one token in one layer (`segment.Kept`)."""
+def layers_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes of the stage inputs of one token in all layers (`segment.Kept`)."""
+  return sum(stage_bytes(config, kind) for kind in pattern.layers(config))
+
+
+def stage_bytes(config: config_lib.ModelConfig, kind: str) -> int:
+  """Bytes of the stage inputs of one token in one layer of a kind."""
+  itemsize = jnp.dtype(config.compute_dtype).itemsize
+  if kind == "delta":
+    delta = config.delta
+    channels = delta.key_heads * delta.channels
+    values = 2 * delta.value_heads * (1 + delta.value_dim)
+    stages = 2 * config.width + channels + values + 2 * config.ffn_width
+    return itemsize * stages
+  if kind == "latent":
+    latent = config.latent
+    queries = latent.query_rank or config.num_heads * latent.query_dim
+    stages = 2 * config.width + queries + 2 * config.ffn_width
+    attended = (1 + config.num_heads) * latent.slot
+    wide = config_lib.at_least_float32(config.compute_dtype).itemsize
+    return itemsize * (stages + attended) + wide * config.num_heads
   heads = config.num_heads * config.head_dim
   keys = 2 * config.num_kv_heads * config.head_dim
   numbers = 2 * config.width + 2 * heads + keys + 2 * config.ffn_width
-  itemsize = jnp.dtype(config.compute_dtype).itemsize
   lse = config_lib.at_least_float32(config.compute_dtype).itemsize
   return itemsize * numbers + lse * config.num_heads

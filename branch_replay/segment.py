@@ -14,15 +14,16 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
-from jax.experimental import layout as layout_lib
-from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
 
 from branch_replay import adapters
 from branch_replay import config as config_lib
+from branch_replay import pattern
 from branch_replay.layout import Layout
+from branch_replay.mixers import kinds
+from branch_replay.mixers import sizes
+from branch_replay.models import block
 from branch_replay.models import layers
-from branch_replay.ops import attention
 
 
 class Kept(NamedTuple):
@@ -37,9 +38,9 @@ class Kept(NamedTuple):
 
 
 class _Stages(NamedTuple):
-  projected: tuple[jax.Array, jax.Array, jax.Array]
-  out_KGRTD: jax.Array
-  lse_KGRT: jax.Array
+  projected: tuple[jax.Array, ...]
+  out: jax.Array
+  of_mixer: Any
   h_GTM: jax.Array
   expanded: tuple[jax.Array, jax.Array]
 
@@ -48,16 +49,29 @@ class Context(NamedTuple):
   """What a segment continues from, and where it stands.
 
   Attributes:
-    prefix: pair (k_LKPD, v_LKPD), the positions that are on this device.
-    prefix_length: i32[], how many of them the segment may see.
+    prefix: what is seen of the mixer state, as `state.seen` gives it.
+    prefix_length: i32[], how many of its positions on this device the segment
+      may see.
     positions_GT: i32, absolute positions of this device's tokens.
     lengths_G: i32, real tokens of each row on all devices, or None for all.
   """
 
-  prefix: tuple[jax.Array, jax.Array]
+  prefix: Any
   prefix_length: jax.Array
   positions_GT: jax.Array
   lengths_G: jax.Array | None = None
+
+
+class Popped(NamedTuple):
+  """A chunk of the prefix whose accumulated cotangent is pulled back.
+
+  Attributes:
+    chunk: where it stands.
+    scale: factor on the cotangent of what it left behind.
+  """
+
+  chunk: sizes.Chunk
+  scale: jax.Array | float = 1.0
 
 
 def _stage(config, kind, params, name):
@@ -69,117 +83,88 @@ def _stage(config, kind, params, name):
   )
 
 
-def layer_forward(config, params, x_GTM, positions_GT, attend):
-  """One layer around a caller's attention.
+def layer_forward(config, kind, params, x_GTM, mix):
+  """One layer around a caller's mixer.
 
   Args:
     config: geometry.
+    kind: of the layer.
     params: of the layer.
     x_GTM: its input.
-    positions_GT: i32 absolute positions.
-    attend: (q_KGRTD, k_KGTD, v_KGTD) -> (out_KGRTD, anything).
+    mix: (parameters of the mixer, its projections) -> (out, anything).
 
   Returns:
     y_GTM, the "anything", and what the stages after the first read: the
-    projections, the attention's output, h_GTM, and gate and up.
+    projections, the mixer's output, h_GTM, and gate and up.
   """
-  def run(kind, name, *inputs):
-    stage, stage_params = _stage(config, kind, params, name)
+  def run(stage_kind, name, *inputs):
+    stage, stage_params = _stage(config, stage_kind, params, name)
     return stage(stage_params, *inputs)
 
-  projected = run(layers.Project, "project", x_GTM)
-  out, extra = attend(*run(layers.Rotate, "rotate", *projected, positions_GT))
-  h_GTM = run(layers.Join, "join", x_GTM, out)
+  mixer = kinds.mixer(kind)
+  project, join = block.ends(kind)
+  projected = run(project, "project", x_GTM)
+  mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
+  out, extra = mix(params.get(mixer.STAGE, {}), mixed)
+  h_GTM = run(join, "join", x_GTM, out, *joined)
   expanded = run(layers.Expand, "expand", h_GTM)
   y_GTM = run(layers.Contract, "contract", h_GTM, *expanded)
   return y_GTM, extra, (projected, out, h_GTM, expanded)
 
 
-def _replay_layer(config, layout, params, x_GTM, layer, context: Context):
-  """(y_GTM, (k, v), stages) of one layer on top of a prefix.
+def _replay_layer(config, kind, layout, params, x_GTM, layer, context, prefix):
+  """(y_GTM, present, stages) of one layer on top of a prefix."""
+  def mix(params, mixed):
+    out, present, of_mixer = kinds.mixer(kind).forward(
+        config, layout, params, mixed, layer, context, prefix
+    )
+    return out, (present, of_mixer)
 
-  Queries travel, keys stay: every device attends with the queries of all to
-  the keys it has, and gets its own queries' outputs back.
-  """
-  def attend(q, k, v):
-    out, lse = layout.merge(*attention.forward(
-        layout.all(q, 3), k, v, context.prefix, layer, context.prefix_length,
-        context.lengths_G, stripe=layout.stripe(),
-    ))
-    return out.astype(q.dtype), (lse, k, v)
-
-  y_GTM, (lse, k, v), (projected, out, h_GTM, expanded) = layer_forward(
-      config, params, x_GTM, context.positions_GT, attend
+  y_GTM, (present, of_mixer), (projected, out, h_GTM, expanded) = (
+      layer_forward(config, kind, params, x_GTM, mix)
   )
-  return y_GTM, (k, v), _Stages(projected, out, lse, h_GTM, expanded)
+  return y_GTM, present, _Stages(projected, out, of_mixer, h_GTM, expanded)
 
 
 def _layer_backward(
-    config, layout, params, kept: Kept, dy_GTM, layer, context, accumulator,
-    present_at, present_scale,
+    config, kind, layout, params, kept: Kept, dy_GTM, layer, context, prefix,
+    accumulator, popped,
 ):
   """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
   x_GTM, stages = kept
   if stages is None:
     _, _, stages = _replay_layer(
-        config, layout, params, x_GTM, layer, context
+        config, kind, layout, params, x_GTM, layer, context, prefix
     )
-  projected, out, lse, h_GTM, expanded = stages
+  projected, out, of_mixer, h_GTM, expanded = stages
   grads = {}
 
-  def pull(kind, name, inputs, cotangent):
-    stage, stage_params = _stage(config, kind, params, name)
+  def pull(stage_kind, name, inputs, cotangent):
+    stage, stage_params = _stage(config, stage_kind, params, name)
     _, pullback = jax.vjp(stage, stage_params, *inputs)
     d_params, *d_inputs = pullback(cotangent)
     if stage_params:
       grads[name] = d_params
     return d_inputs
 
+  mixer = kinds.mixer(kind)
+  project, join = block.ends(kind)
+  mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
   dh_GTM, *d_expanded = pull(
       layers.Contract, "contract", (h_GTM, *expanded), dy_GTM
   )
   (dh_expand,) = pull(layers.Expand, "expand", (h_GTM,), tuple(d_expanded))
-  dx_GTM, d_out = pull(
-      layers.Join, "join", (x_GTM, out), dh_GTM + dh_expand
+  dx_GTM, d_out, *d_joined = pull(
+      join, "join", (x_GTM, out, *joined), dh_GTM + dh_expand
   )
-
-  rotate, rotate_params = _stage(config, layers.Rotate, params, "rotate")
-  (q, k, v), pull_rotate = jax.vjp(
-      lambda p, *raw: rotate(p, *raw, context.positions_GT),
-      rotate_params, *projected,
+  d_mixed, d_params, accumulator = mixer.backward(
+      config, layout, params.get(mixer.STAGE, {}), mixed, out, of_mixer,
+      d_out, layer, context, prefix, accumulator, popped,
   )
-  delta = attention.row_delta(d_out, out)
-  dq, dk, dv, accumulator = attention.backward_rows(
-      layout.all(d_out, 3), layout.all(q, 3), k, v, layout.all(lse, 3),
-      layout.all(delta, 3), context.prefix, layer, context.prefix_length,
-      accumulator=accumulator, stripe=layout.stripe(),
-  )
-  dq = layout.sum_mine(dq, 3).astype(q.dtype)
-  if present_at is not None:
-    # The op added to earlier positions only, so this may be read after it;
-    # read before, XLA would keep a second copy of the whole accumulator.
-    tokens = dy_GTM.shape[1]
-    dk += present_scale * _present(accumulator[0], layer, present_at, tokens)
-    dv += present_scale * _present(accumulator[1], layer, present_at, tokens)
-  d_rotate, *d_projected = pull_rotate(
-      (dq, dk.astype(k.dtype), dv.astype(v.dtype))
-  )
-  if rotate_params:
-    grads["rotate"] = d_rotate
-  (dx_project,) = pull(
-      layers.Project, "project", (x_GTM,), tuple(d_projected)
-  )
+  if d_params:
+    grads[mixer.STAGE] = d_params
+  (dx_project,) = pull(project, "project", (x_GTM,), (*d_mixed, *d_joined))
   return dx_GTM + dx_project, grads, accumulator
-
-
-def _present(x_LKPD, layer, start, tokens):
-  """What stands at a segment of one row: [K, G=1, C, D]."""
-  x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
-  x_KCD = lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)
-  # What follows would rather have positions innermost; unpinned, XLA for TPU
-  # keeps a transposed copy of the whole accumulator to read this from.
-  x_KCD = with_layout_constraint(x_KCD, layout_lib.Layout((0, 1, 2)))
-  return lax.optimization_barrier(x_KCD)[:, None]
 
 
 def forward(
@@ -196,46 +181,67 @@ def forward(
 
   Args:
     config: geometry.
-    layer_params: the tree under "layers", leading axis L.
+    layer_params: the tree under "layers".
     x_GTM: embedded tokens.
     context: the state it continues from.
     layout: where parameters live.
     keep: "stages" to keep the inputs of all stages for `backward`, "inputs"
       to keep those of whole layers (it then runs each layer again), None for
       nothing.
-    present: whether to return the segment's own keys and values.
+    present: whether to return what the segment leaves behind.
 
   Returns:
-    y_GTM before the final norm, the present (pair of [L, K, G, T, D]) or None,
-    and `Kept` with a leading L axis or None.
+    y_GTM before the final norm, the present by stack (of attention the
+    segment's own keys and values, [L, K, G, T, D]) or None, and what is kept
+    for `backward`, or None.
   """
-  def step(x_GTM, inputs):
-    layer, params = inputs
+  def layer(x_GTM, part, place, index, params, prefix):
+    params = layout.gather(part.path(place), params)
     y_GTM, new, stages = _replay_layer(
-        config, layout, layout.gather("layers", params), x_GTM, layer, context
+        config, part.kinds[place], layout, params, x_GTM, index, context,
+        prefix,
     )
     kept = {
         None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
     }[keep]
     return y_GTM, (new if present else None, kept)
 
-  numbered = jnp.arange(config.num_layers), layer_params
-  y_GTM, (present_LKGTD, kept) = lax.scan(step, x_GTM, numbered)
-  return y_GTM, present_LKGTD, kept
+  presents, kepts = [], []
+  for part, stacks, prefixes in zip(
+      pattern.parts(config), pattern.split(config, layer_params),
+      pattern.split(config, context.prefix), strict=True,
+  ):
+    def turn(x_GTM, inputs, part=part, prefixes=prefixes):
+      index, stacks = inputs
+      found = []
+      for place, (params, prefix) in enumerate(
+          zip(stacks, prefixes, strict=True)
+      ):
+        x_GTM, of_layer = layer(x_GTM, part, place, index, params, prefix)
+        found.append(of_layer)
+      return x_GTM, found
+
+    x_GTM, found = lax.scan(turn, x_GTM, (jnp.arange(part.count), stacks))
+    presents.append([new for new, _ in found])
+    kepts.append([kept for _, kept in found])
+  return (
+      x_GTM,
+      pattern.join(config, presents) if present else None,
+      pattern.join(config, kepts) if keep else None,
+  )
 
 
 def backward(
     config: config_lib.ModelConfig,
     layer_params,
     layer_grads,
-    kept: Kept,
+    kept,
     dy_GTM,
     context: Context,
     *,
     layout: Layout,
     accumulator=None,
-    present_at=None,
-    present_scale=1.0,
+    popped: Popped | None = None,
 ):
   """Pulls a cotangent back through all layers.
 
@@ -248,35 +254,107 @@ def backward(
     dy_GTM: cotangent of its result.
     context: as in `forward`.
     layout: where parameters live.
-    accumulator: pair like the prefix that its cotangent is added to in place;
-      None to stop at the prefix.
-    present_at: for a chunk of the prefix, where it starts in the accumulator:
-      its own accumulated cotangent is read there and pulled back too.
-    present_scale: factor on that cotangent.
+    accumulator: like the context's prefix, which has its cotangent added to
+      it in place; None to stop at the prefix.
+    popped: says that this is a chunk of the prefix: the accumulated cotangent
+      of what it left behind is pulled back too.
 
   Returns:
     dx_GTM, the updated layer_grads, and the updated accumulator.
   """
-  def step(carry, inputs):
+  def layer(carry, part, place, index, params, kept, prefix):
     dy_GTM, layer_grads, accumulator = carry
-    layer, params, kept = inputs
+    path = part.path(place)
     dx_GTM, grads, accumulator = _layer_backward(
-        config, layout, widened(layout.gather("layers", params), layer_grads),
-        kept, dy_GTM, layer, context, accumulator, present_at, present_scale,
+        config, part.kinds[place], layout,
+        widened(layout.gather(path, params), layer_grads), kept, dy_GTM,
+        index, context, prefix, accumulator, popped,
     )
     grads = adapters.pick(grads, layer_grads)
     layer_grads = jax.tree.map(
-        lambda total, new: total.at[layer].add(new.astype(total.dtype)),
+        lambda total, new: total.at[index].add(new.astype(total.dtype)),
         layer_grads,
-        layout.reduce("layers", grads),
+        layout.reduce(path, grads),
     )
-    return (dx_GTM, layer_grads, accumulator), None
+    return dx_GTM, layer_grads, accumulator
 
-  numbered = jnp.arange(config.num_layers), layer_params, kept
-  carry, _ = lax.scan(
-      step, (dy_GTM, layer_grads, accumulator), numbered, reverse=True
-  )
-  return carry
+  trees = [
+      pattern.split(config, tree)
+      for tree in (layer_params, kept, context.prefix, layer_grads)
+  ]
+  accumulators = [[None] * len(part) for part in trees[0]]
+  if accumulator is not None:
+    accumulators = pattern.split(config, accumulator)
+  all_grads, all_accumulators = [], []
+  for part, stacks, kepts, prefixes, grads, accumulated in reversed(list(zip(
+      pattern.parts(config), *trees, accumulators, strict=True
+  ))):
+    def turn(carry, inputs, part=part, prefixes=prefixes):
+      dy_GTM, grads, accumulated = carry
+      index, stacks, kepts = inputs
+      grads, accumulated = list(grads), list(accumulated)
+      for place in reversed(range(len(part.kinds))):
+        dy_GTM, grads[place], accumulated[place] = layer(
+            (dy_GTM, grads[place], accumulated[place]), part, place, index,
+            stacks[place], kepts[place], prefixes[place],
+        )
+      return (dy_GTM, grads, accumulated), None
+
+    (dy_GTM, grads, accumulated), _ = lax.scan(
+        turn, (dy_GTM, grads, accumulated),
+        (jnp.arange(part.count), stacks, kepts), reverse=True,
+    )
+    all_grads.insert(0, grads)
+    all_accumulators.insert(0, accumulated)
+  if accumulator is not None:
+    accumulator = pattern.join(config, all_accumulators)
+  return dy_GTM, pattern.join(config, all_grads), accumulator
+
+
+def decode(
+    config: config_lib.ModelConfig, layer_params, x_GTM, state, caches,
+    slots_GT,
+):
+  """Runs new tokens of every branch through all layers.
+
+  Args:
+    config: geometry.
+    layer_params: the tree under "layers".
+    x_GTM: the embedded tokens; one a branch where layers are recurrent.
+    state: `PrefixState` of the prefix.
+    caches: of the branches' tokens so far, `state.caches`.
+    slots_GT: i32, how many tokens of its branch came before each; those past
+      the room of the caches are not written.
+
+  Returns:
+    y_GTM before the final norm, and the caches with the new tokens.
+  """
+  new_caches = []
+  for part, stacks, of_part, prefixes in zip(
+      pattern.parts(config), pattern.split(config, layer_params),
+      pattern.split(config, caches), pattern.split(config, state.mixer),
+      strict=True,
+  ):
+    def turn(carry, inputs, part=part, prefixes=prefixes):
+      x_GTM, caches = carry
+      index, stacks = inputs
+      caches = list(caches)
+      for place, kind in enumerate(part.kinds):
+        def mix(params, mixed, place=place, kind=kind):
+          return kinds.mixer(kind).decode(
+              config, params, mixed, index, caches[place], prefixes[place],
+              state.length, slots_GT,
+          )
+
+        x_GTM, caches[place], _ = layer_forward(
+            config, kind, stacks[place], x_GTM, mix
+        )
+      return (x_GTM, caches), None
+
+    numbered = jnp.arange(part.count), stacks
+    (x_GTM, of_part), _ = lax.scan(turn, (x_GTM, of_part), numbered)
+    new_caches.append(of_part)
+  return x_GTM, pattern.join(config, new_caches)
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):

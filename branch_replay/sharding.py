@@ -6,11 +6,13 @@ Tokens are dealt out: position p of a tail, a chunk or the prefix state is on
 device p mod n, so every device holds the same share of every stretch and of the
 work below the diagonal. Queries travel and the prefix stays: the queries of all
 devices are gathered, each device attends with them to the keys it has, and the
-outputs are merged by log-sum-exp, each to its own device. Parameters are
-sharded and gathered layer by layer; gradients are summed and scattered the same
-way. Every collective is a line in this file, and none is differentiated
-through. In `exact`, `sampled` and `stop` none carries the prefix; `full` has no
-prefix, and its whole sequences travel.
+outputs are merged by log-sum-exp, each to its own device. Of recurrent layers
+each device runs some heads, for all tokens: inputs travel to the device of
+their head, outputs to that of their token. Parameters are sharded and gathered
+layer by layer; gradients are summed and scattered the same way. Every
+collective is a line in this file, and none is differentiated through. In
+`exact`, `sampled` and `stop` none carries the prefix; `full` has no prefix, and
+its whole sequences travel.
 """
 
 import dataclasses
@@ -72,11 +74,11 @@ class Sharded(Layout):
     if kind in ("params", "grads"):
       return self.param_specs(value)
     if kind == "mixer":
-      return stripes, stripes
+      return stripes
     if kind == "all":
       return whole
     return state_lib.PrefixState(
-        (stripes, stripes), whole, whole, whole, None, self.devices
+        stripes, whole, whole, whole, None, self.devices
     )
 
   def param_specs(self, params):
@@ -182,6 +184,30 @@ class Sharded(Layout):
     safe = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, self.mine(top, 3) + jnp.log(safe))
     return out / safe[..., None], lse
+
+  def to_heads(self, x_GTK):
+    x_GTK = self._pad_heads(x_GTK, 2)
+    dealt = lax.all_to_all(
+        x_GTK[:, :, None], _AXIS, split_axis=3, concat_axis=2, tiled=True
+    )
+    return dealt.reshape(dealt.shape[0], -1, *dealt.shape[3:])
+
+  def to_tokens(self, x_GTK, heads: int):
+    back = lax.all_to_all(
+        self._deal(x_GTK, 1), _AXIS, split_axis=2, concat_axis=3, tiled=True
+    )
+    return back[:, :, 0, :heads]
+
+  def my_heads(self, x_K):
+    x_K = self._pad_heads(x_K, 0)
+    here = x_K.shape[0] // self.devices
+    start = lax.axis_index(_AXIS) * here
+    return lax.dynamic_slice_in_dim(x_K, start, here, axis=0)
+
+  def _pad_heads(self, x, axis: int):
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, -x.shape[axis] % self.devices
+    return jnp.pad(x, widths)
 
   def stripe(self) -> attention.Stripe:
     return attention.Stripe(self.devices, lax.axis_index(_AXIS))

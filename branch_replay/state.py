@@ -3,12 +3,16 @@
 """PrefixState: what a prefix leaves behind for the tokens that follow it."""
 
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay import pattern
+from branch_replay.mixers import kinds
+from branch_replay.mixers import sizes as sizes_lib
 
 _SAMPLES = 1024  # strided elements of each parameter in a fingerprint
 
@@ -16,10 +20,11 @@ _SAMPLES = 1024  # strided elements of each parameter in a fingerprint
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixState:
-  """Keys and values of every layer, and where they come from.
+  """What every layer needs of a prefix, and where it comes from.
 
   Attributes:
-    mixer: pair (k, v), each [L, K, P, D] in the compute dtype.
+    mixer: the state of every stack of layers, see `pattern`; of attention a
+      pair (k, v), each [L, K, P, D] in the compute dtype.
     tokens: i32[P], the ids that were run; the prefix pass runs them again.
     length: i32[], positions that are real.
     version: u32[], fingerprint of the parameters it was captured under.
@@ -28,7 +33,7 @@ class PrefixState:
       device p mod devices, and the arrays hold one device after the other.
   """
 
-  mixer: tuple[jax.Array, jax.Array]
+  mixer: Any
   tokens: jax.Array
   length: jax.Array
   version: jax.Array
@@ -52,6 +57,9 @@ class Chunks(NamedTuple):
     return self.count * self.size
 
 
+NO_CHUNKS = Chunks(0, 0)
+
+
 def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
   """Equal chunks that hold `positions`; the last one may be ragged.
 
@@ -67,20 +75,36 @@ def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
   if at_most < 1:
     raise ValueError(f"chunk_size must be at least {multiple}.")
   if positions < 1:
-    return Chunks(0, 0)
+    return NO_CHUNKS
   count = -(-positions // at_most)
   size = -(-positions // count)
   return Chunks(count, -(-size // multiple) * multiple)
 
 
 def empty(
-    config: config_lib.ModelConfig, capacity: int, version=0, devices: int = 1
-):
-  """One device's share of a state of no positions and room for `capacity`."""
-  here = capacity // devices
-  shape = config.num_layers, config.num_kv_heads, here, config.head_dim
+    config: config_lib.ModelConfig, capacity: int, version=0,
+    devices: int = 1, *, popped: Chunks = NO_CHUNKS, room: int = 0,
+) -> PrefixState:
+  """One device's share of a state of no positions and room for `capacity`.
+
+  Args:
+    config: geometry.
+    capacity: positions there is room for on all devices.
+    version: see `PrefixState`.
+    devices: that share it.
+    popped: the chunks that will be popped, for layers that must keep what
+      precedes them.
+    room: the largest capacity it will be given later.
+  """
+  sizes = sizes_lib.Sizes(
+      capacity // devices, max(room, capacity) // devices, devices,
+      popped.count, popped.size // devices,
+  )
   return PrefixState(
-      mixer=tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2)),
+      mixer=pattern.build(
+          config,
+          lambda kind, count: kinds.mixer(kind).empty(config, count, sizes),
+      ),
       tokens=jnp.zeros(capacity, jnp.int32),
       length=jnp.zeros((), jnp.int32),
       version=jnp.asarray(version, jnp.uint32),
@@ -89,21 +113,111 @@ def empty(
 
 
 def accumulator(
-    config: config_lib.ModelConfig, capacity: int, dtype: str | None = None
+    config: config_lib.ModelConfig, capacity: int, dtype: str | None = None,
+    devices: int = 1,
 ):
-  """Zeros for the cotangent of a state, pair of [L, K, P, D].
+  """Zeros for the cotangent of a state, of attention a pair of [L, K, P, D].
 
   Args:
     config: geometry.
-    capacity: P.
+    capacity: P, the positions that are on this device.
     dtype: see `Schedule.accumulator_dtype`.
+    devices: that share it.
   """
-  shape = config.num_layers, config.num_kv_heads, capacity, config.head_dim
   dtype = dtype or config_lib.at_least_float32(config.compute_dtype)
-  return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+  sizes = sizes_lib.Sizes(capacity, capacity, devices)
+  return pattern.build(
+      config,
+      lambda kind, count: kinds.mixer(kind).accumulator(
+          config, count, sizes, dtype
+      ),
+  )
 
 
-def resize(state: PrefixState, capacity: int) -> PrefixState:
+def seen(config: config_lib.ModelConfig, mixer, index=None, size: int = 0):
+  """What a segment continues from: by default a tail.
+
+  Args:
+    config: geometry.
+    mixer: the state of all layers.
+    index: of the chunk that is popped.
+    size: of its positions, on this device.
+  """
+  return pattern.over(
+      config,
+      lambda kind, stack: kinds.mixer(kind).seen(stack, index, size), mixer,
+  )
+
+
+def push(config: config_lib.ModelConfig, mixer, present, chunk):
+  """The mixer state with what a chunk left behind, `sizes.Chunk`."""
+  return pattern.over(
+      config,
+      lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
+      mixer, present,
+  )
+
+
+def extend(config: config_lib.ModelConfig, mixer, present, chunk):
+  """The mixer state with more of a prompt, which must find room.
+
+  What layers keep of chunks is dropped: this need not be one.
+  """
+  return pattern.over(
+      config,
+      lambda kind, stack, new: kinds.mixer(kind).extend(stack, new, chunk),
+      mixer, present,
+  )
+
+
+def skip(config: config_lib.ModelConfig, accumulator, chunk):
+  """The cotangent where a chunk's turn to be popped passes."""
+  return pattern.over(
+      config,
+      lambda kind, stack: kinds.mixer(kind).skip(stack, chunk), accumulator,
+  )
+
+
+def positions(config: config_lib.ModelConfig, accumulator, state) -> int:
+  """Positions of all devices that an accumulator has room for."""
+  for kind, stack in pattern.leaves(config, accumulator):
+    if kind in ("full", "latent"):
+      return stack[0].shape[2] * state.devices
+  return state.capacity
+
+
+def complete(
+    config: config_lib.ModelConfig, state: PrefixState, popped: Chunks
+) -> bool:
+  """Whether all that popping these chunks needs is there."""
+  if config.positional:
+    return True
+  here = popped.size // state.devices
+  return state.capacity == popped.capacity and all(
+      kinds.mixer(kind).complete(stack, popped.count, here)
+      for kind, stack in pattern.leaves(config, state.mixer)
+  )
+
+
+def caches(
+    config: config_lib.ModelConfig, mixer, branches: int, tokens: int
+):
+  """Room for what `tokens` tokens of every branch leave behind.
+
+  Axis 2 of every array is that of the branches.
+  """
+  return pattern.over(
+      config,
+      lambda kind, stack: kinds.mixer(kind).cache(
+          config, jax.tree.leaves(stack)[0].shape[0], branches, tokens, stack
+      ),
+      mixer,
+  )
+
+
+def resize(
+    config: config_lib.ModelConfig, state: PrefixState, capacity: int
+) -> PrefixState:
   """The state with room for `capacity` positions, which must hold its own.
 
   Of a state on several devices this is one device's share.
@@ -111,18 +225,14 @@ def resize(state: PrefixState, capacity: int) -> PrefixState:
   if capacity == state.capacity:
     return state
   here = capacity // state.devices
-
-  def fit(x, axis, size):
-    if x.shape[axis] >= size:
-      return jax.lax.slice_in_dim(x, 0, size, axis=axis)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths)
-
+  room = max(0, capacity - state.capacity)
   return dataclasses.replace(
       state,
-      mixer=tuple(fit(x, 2, here) for x in state.mixer),
-      tokens=fit(state.tokens, 0, capacity),
+      mixer=pattern.over(
+          config, lambda kind, stack: kinds.mixer(kind).fit(stack, here),
+          state.mixer,
+      ),
+      tokens=jnp.pad(state.tokens, (0, room))[:capacity],
   )
 
 

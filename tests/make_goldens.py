@@ -73,6 +73,14 @@ MODELS = {
         ),
         "float32",
     ),
+    "mistral": (
+        "Mistral",
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+            sliding_window=9,
+        ),
+        "float32",
+    ),
     "qwen2": (
         "Qwen2",
         dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
@@ -215,6 +223,71 @@ def make_ropes():
   np.savez_compressed(GOLDENS / "ropes.npz", **arrays)
 
 
+def make_delta():
+  """The mixer of a Qwen3-Next layer, after a norm whose scale is 1.
+
+  Its recurrence is float32 whatever the parameters are.
+  """
+  modeling = transformers.models.qwen3_next.modeling_qwen3_next
+  config = transformers.Qwen3NextConfig(
+      hidden_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+      linear_key_head_dim=8, linear_value_head_dim=12,
+      linear_conv_kernel_dim=4, rms_norm_eps=1e-5, num_hidden_layers=2,
+      layer_types=["linear_attention", "full_attention"],
+  )
+  module = modeling.Qwen3NextGatedDeltaNet(config, 0).double()
+  generator = torch.Generator().manual_seed(7)
+
+  def normal(*shape):
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+  save_mixer("gated_delta", module, config.rms_norm_eps, normal)
+
+
+def make_latent():
+  """The attention of a DeepSeek-V3 layer, after a norm whose scale is 1."""
+  modeling = transformers.models.deepseek_v3.modeling_deepseek_v3
+  config = transformers.DeepseekV3Config(
+      hidden_size=32, num_attention_heads=4, num_key_value_heads=4,
+      q_lora_rank=9, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4,
+      v_head_dim=10, num_hidden_layers=1, max_position_embeddings=64,
+      rope_parameters=dict(rope_type="default", rope_theta=100.0),
+      attn_implementation="eager",
+  )
+  module = modeling.DeepseekV3Attention(config, 0).double()
+  generator = torch.Generator().manual_seed(8)
+  rotary = modeling.DeepseekV3RotaryEmbedding(config)
+  angles = rotary(torch.zeros(1, 50, 32).double(), torch.arange(50)[None])
+  causal = torch.full((50, 50), -torch.inf, dtype=torch.float64).triu(1)
+  options = dict(position_embeddings=angles, attention_mask=causal[None, None])
+
+  def normal(*shape):
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+  save_mixer("latent", module, 1e-6, normal, **options)
+
+
+def save_mixer(name, module, epsilon, normal, **options):
+  """Random parameters, an input and a cotangent, and what comes of them."""
+  with torch.no_grad():
+    for key, parameter in module.named_parameters():
+      parameter.copy_(0.3 * normal(*parameter.shape))
+      if key.endswith("norm.weight"):
+        parameter += 1
+  x, cotangent = normal(2, 50, 32).requires_grad_(), normal(2, 50, 32)
+  variance = x.pow(2).mean(-1, keepdim=True)
+  out = module(x * torch.rsqrt(variance + epsilon), **options)
+  out = out[0] if isinstance(out, tuple) else out
+  out.backward(cotangent)
+  named = dict(module.named_parameters())
+  np.savez_compressed(
+      GOLDENS / f"{name}.npz", x=x.detach().numpy(), dx=x.grad.numpy(),
+      out=out.detach().numpy(), cotangent=cotangent.numpy(),
+      **{f"param/{k}": v.detach().numpy() for k, v in named.items()},
+      **{f"grad/{k}": v.grad.numpy() for k, v in named.items()},
+  )
+
+
 def sample(flat):
   """`SAMPLES` elements at a constant stride."""
   return flat[:: flat.size // SAMPLES][:SAMPLES]
@@ -249,6 +322,8 @@ def main():
   GOLDENS.mkdir(exist_ok=True)
   for name in MODELS:
     make_small(name)
+  make_delta()
+  make_latent()
   make_ropes()
   make_smollm2()
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits and gradients against transformers; see make_goldens.py."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,6 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from branch_replay import config as config_lib
+from branch_replay import layout as layout_lib
+from branch_replay import segment
+from branch_replay import state
+from branch_replay.mixers import kinds
+from branch_replay.models import block
+from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import rope
 from branch_replay.weights import gguf
 from branch_replay.weights import hf
@@ -18,7 +26,9 @@ from branch_replay.weights import hf_config
 from branch_replay.weights import layout
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
-MODELS = ("llama_llama3", "llama_yarn", "llama_linear", "qwen2", "qwen3")
+MODELS = (
+    "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3",
+)
 ROPES = (
     "default", "linear", "llama_3_1", "llama_3_2", "qwen3_yarn", "yarn_mscale",
     "yarn_no_truncate", "yarn_attention_factor",
@@ -94,6 +104,176 @@ def test_the_scaling_matters_at_these_positions(name):
       {"params": pretrained.params}, jnp.asarray(expected["tokens"])[None]
   )
   assert np.max(np.abs(logits_GTV[0] - expected["logits"])) > 0.1
+
+
+def test_the_window_matters_and_is_not_one_key_wider():
+  expected = golden("mistral/golden.npz")
+  pretrained = hf.load_hf(GOLDENS / "mistral", param_dtype="float32")
+  config = pretrained.config
+  assert (config.layer_pattern, config.window) == (("sliding",), 9)
+  for window in (8, 10):
+    other = dataclasses.replace(config, window=window)
+    logits_GTV = pretrained.model.clone(config=other).apply(
+        {"params": pretrained.params}, jnp.asarray(expected["tokens"])[None]
+    )
+    assert np.max(np.abs(logits_GTV[0] - expected["logits"])) > 0.1
+
+
+def delta_stages(config, named):
+  """Parameters of a delta layer from those of Qwen3-Next, or gradients."""
+  delta = config.delta
+  heads, repeats = delta.key_heads, delta.value_heads // delta.key_heads
+  values = repeats * delta.value_dim
+  fused = named["in_proj_qkvz.weight"].reshape(heads, -1, config.width)
+  channels, gate = np.split(fused, [delta.channels], axis=1)
+  filters = np.concatenate([
+      part.reshape(heads, size, -1)
+      for part, size in zip(
+          np.split(
+              named["conv1d.weight"],
+              [heads * delta.key_dim, 2 * heads * delta.key_dim],
+          ),
+          (delta.key_dim, delta.key_dim, values), strict=True,
+      )
+  ], axis=1)
+
+  def kernel(x):
+    return {"kernel": jnp.asarray(x.reshape(-1, config.width).T)}
+
+  project = {
+      "norm": {"scale": jnp.ones(config.width)},
+      "channels": kernel(channels), "output_gate": kernel(gate),
+      "rates": kernel(named["in_proj_ba.weight"]),
+  }
+  recur = {
+      "filter": jnp.asarray(filters),
+      "log_rate": jnp.asarray(named["A_log"].reshape(heads, repeats)),
+      "rate_bias": jnp.asarray(named["dt_bias"].reshape(heads, repeats)),
+  }
+  join = {
+      "norm": {"scale": jnp.asarray(named["norm.weight"])},
+      "output": {"kernel": jnp.asarray(named["out_proj.weight"].T)},
+  }
+  return project, recur, join
+
+
+def latent_stages(config, named):
+  """Parameters of a latent layer from those of DeepSeek-V3, or gradients."""
+  latent, heads = config.latent, config.num_heads
+  # Its rotated pairs are neighbours; here they are halves apart.
+  pairs = np.arange(latent.rope_dim).reshape(-1, 2).T.reshape(-1)
+
+  def halves(x, first):
+    return np.concatenate([x[..., :first, :], x[..., first + pairs, :]], -2)
+
+  queries = named["q_b_proj.weight"].reshape(heads, latent.query_dim, -1)
+  queries = halves(queries, latent.nope_dim).reshape(-1, queries.shape[-1])
+  up = named["kv_b_proj.weight"].reshape(heads, -1, latent.rank)
+  key_up, value_up = np.split(up, [latent.nope_dim], axis=1)
+
+  def kernel(x):
+    return {"kernel": jnp.asarray(x.T)}
+
+  project = {
+      "norm": {"scale": jnp.ones(config.width)},
+      "query": kernel(named["q_a_proj.weight"]),
+      "latent": kernel(halves(named["kv_a_proj_with_mqa.weight"], latent.rank)),
+  }
+  rotate = {
+      "query_norm": {"scale": jnp.asarray(named["q_a_layernorm.weight"])},
+      "query_up": kernel(queries),
+      "latent_norm": {"scale": jnp.asarray(named["kv_a_layernorm.weight"])},
+      "key_up": jnp.asarray(key_up),
+  }
+  join = {
+      "value_up": jnp.asarray(value_up.swapaxes(1, 2)),
+      "output": kernel(named["o_proj.weight"]),
+  }
+  return project, rotate, join
+
+
+def mixer_config(kind, **options):
+  return config_lib.ModelConfig(
+      8, width=32, num_layers=1, num_heads=4, num_kv_heads=1, head_dim=8,
+      ffn_width=8, max_positions=64, layer_pattern=(kind,),
+      param_dtype="float64", compute_dtype="float64", **options,
+  )
+
+
+MIXERS = {
+    "gated_delta": (
+        delta_stages,
+        mixer_config("delta", delta=config_lib.GatedDelta(2, 4, 8, 12)),
+    ),
+    "latent": (
+        latent_stages,
+        mixer_config(
+            "latent", norm_eps=1e-6, rope_theta=100.0,
+            latent=config_lib.LatentAttention(12, 8, 4, 10, query_rank=9),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_agree_with_transformers(x64, name):
+  """A whole layer's mixer as segments run it, and all its gradients."""
+  expected, (stages_of, config) = golden(f"{name}.npz"), MIXERS[name]
+  (kind,) = config.layer_pattern
+
+  def named(prefix):
+    return {
+        key.removeprefix(f"{prefix}/"): value
+        for key, value in expected.items() if key.startswith(f"{prefix}/")
+    }
+
+  @jax.jit
+  def run(stages, x_GTM):
+    project, join = (stage(config) for stage in block.ends(kind))
+    mixer = kinds.mixer(kind)
+    projected = project.apply({"params": stages[0]}, x_GTM)
+    nothing = state.seen(config, state.empty(config, 0).mixer)
+    positions_GT = jnp.broadcast_to(jnp.arange(50), (2, 50))
+    out, *_ = mixer.forward(
+        config, layout_lib.Layout(), stages[1], projected[: mixer.MIXED], 0,
+        segment.Context(nothing, 0, positions_GT), nothing,
+    )
+    joined = join.apply(
+        {"params": stages[2]}, x_GTM, out, *projected[mixer.MIXED :]
+    )
+    return joined - x_GTM
+
+  def by_block(stages, x_GTM):
+    """The readable layer, without its feed-forward."""
+    layer = block.Block(config, kind)
+    arguments = (
+        x_GTM, jnp.broadcast_to(jnp.arange(50), (2, 50)), reference.causal
+    )
+    shapes = jax.eval_shape(
+        lambda: layer.init(jax.random.key(0), *arguments)
+    )["params"]
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | {
+        "project": stages[0], kinds.mixer(kind).STAGE: stages[1],
+        "join": stages[2],
+    }
+    y_GTM, _ = layer.apply({"params": params}, *arguments)
+    return y_GTM - x_GTM
+
+  stages, x = stages_of(config, named("param")), jnp.asarray(expected["x"])
+  wanted = stages_of(config, named("grad"))
+  del wanted[0]["norm"]  # which the golden has not
+  out = by_block(stages, x)
+  assert relative(out, expected["out"]) < 1e-5, MAY_CHANGE
+  if kind == "delta":  # its loops are differentiated as they stand
+    out, pull = jax.vjp(run, stages, x)
+  else:
+    out, pull = run(stages, x), jax.vjp(by_block, stages, x)[1]
+  gradient, dx = pull(jnp.asarray(expected["cotangent"]))
+  del gradient[0]["norm"]
+  errors = jax.tree.map(relative, gradient, wanted)
+  assert relative(out, expected["out"]) < 1e-5, MAY_CHANGE
+  assert relative(dx, expected["dx"]) < 1e-5, MAY_CHANGE
+  assert max(jax.tree.leaves(errors)) < 1e-5, (errors, MAY_CHANGE)
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -30,6 +30,24 @@ ARCHITECTURES = {
         BASE, rope_scaling=br.Llama3Scaling(8.0, 1.0, 4.0, 16)
     ),
     "yarn": dataclasses.replace(BASE, rope_scaling=br.YarnScaling(4.0, 16)),
+    "mistral": dataclasses.replace(
+        BASE, layer_pattern=("sliding",), window=4
+    ),
+    # A whole period, and a layer of the next.
+    "window and full": dataclasses.replace(
+        BASE, num_layers=3, layer_pattern=("sliding", "full"), window=5
+    ),
+    "delta": dataclasses.replace(
+        BASE, layer_pattern=("delta",), delta=br.GatedDelta(2, 4, 8, 12)
+    ),
+    "latent": dataclasses.replace(
+        BASE, layer_pattern=("latent",),
+        latent=br.LatentAttention(12, 8, 4, 10, query_rank=9),
+    ),
+    "hybrid": dataclasses.replace(
+        BASE, layer_pattern=("delta", "full"),
+        delta=br.GatedDelta(3, 3, 8, 4, conv_width=3),
+    ),
 }
 
 

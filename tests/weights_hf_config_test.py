@@ -17,7 +17,11 @@ CONFIG = config_lib.ModelConfig(
 TIED = dataclasses.replace(CONFIG, tied_embeddings=True)
 QWEN2 = dataclasses.replace(CONFIG, qkv_bias=True, rope_theta=1e6)
 QWEN3 = dataclasses.replace(TIED, qk_norm=True, norm_eps=1e-6)
-CONFIGS = {"llama": CONFIG, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+MISTRAL = dataclasses.replace(CONFIG, layer_pattern=("sliding",), window=7)
+CONFIGS = {
+    "llama": CONFIG, "tied": TIED, "mistral": MISTRAL, "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
 SCALINGS = {
     "linear": config_lib.LinearScaling(4.0),
     "llama3": config_lib.Llama3Scaling(8.0, 1.0, 4.0, 16),
@@ -56,6 +60,19 @@ def test_geometry_is_read():
   assert qwen2.qkv_bias and not qwen2.qk_norm
 
 
+def test_a_mistral_has_a_window_unless_it_says_that_it_has_none():
+  def window(**options):
+    config = hf_config.config_from_hf(mapping(model_type="mistral", **options))
+    assert config.layer_pattern == (
+        ("full",) if config.window is None else ("sliding",)
+    )
+    return config.window
+
+  assert window(sliding_window=5) == 5
+  assert window() == 4096
+  assert window(sliding_window=None) is None
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scalings_of_both_styles(name):
   config = dataclasses.replace(
@@ -88,7 +105,7 @@ def test_default_rope_type_is_no_scaling():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(model_type="gemma"), "model_type='gemma'.*llama, qwen2, qwen3"),
+        (dict(model_type="gemma"), "'gemma'.*llama, mistral, qwen2, qwen3"),
         (dict(model_type=None), "model_type=None"),
         (dict(rope_scaling={"type": "dynamic"}), "'dynamic'.*yarn"),
         (dict(rope_parameters={"rope_type": "longrope"}), "'longrope'.*llama3"),
@@ -125,9 +142,18 @@ def test_what_is_not_computed_is_refused(options, message):
 def test_config_round_trip(name):
   config = CONFIGS[name]
   written = hf_config.config_to_hf(config)
-  family = name if name.startswith("qwen") else "llama"
+  family = "llama" if name == "tied" else name
   assert written["model_type"] == family
   assert hf_config.config_from_hf(json.loads(json.dumps(written))) == config
+
+
+def test_no_family_has_these_windows():
+  for other in (
+      dict(layer_pattern=("sliding", "full")), dict(qkv_bias=True),
+      dict(qk_norm=True),
+  ):
+    with pytest.raises(ValueError, match="mistral has sliding layers alone"):
+      hf_config.config_to_hf(dataclasses.replace(MISTRAL, **other))
 
 
 def test_no_family_has_both_norms_and_biases():

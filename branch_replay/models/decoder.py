@@ -6,15 +6,58 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay import pattern
+from branch_replay.models import block
 from branch_replay.models import layers
 from branch_replay.ops import attention_reference
 
 
+def _scanned(module, count: int):
+  """`count` layers, or periods of them, with parameters stacked."""
+  return nn.scan(
+      module,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      in_axes=(nn.broadcast, nn.broadcast),
+      length=count,
+  )
+
+
+class Period(nn.Module):
+  """A turn of a pattern: one layer of every kind in it."""
+
+  config: config_lib.ModelConfig
+  kinds: tuple[str, ...]
+
+  @nn.compact
+  def __call__(self, x_GTM, positions_GT, attend):
+    for place, kind in enumerate(self.kinds):
+      layer = block.Block(self.config, kind, name=str(place))
+      x_GTM, _ = layer(x_GTM, positions_GT, attend)
+    return x_GTM, None
+
+
+class Parts(nn.Module):
+  """The layers of a model of several kinds, as `pattern` stacks them."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x_GTM, positions_GT, attend):
+    for part in pattern.parts(self.config):
+      turns = _scanned(Period, part.count)
+      x_GTM, _ = turns(self.config, part.kinds, name=part.name)(
+          x_GTM, positions_GT, attend
+      )
+    return x_GTM, None
+
+
 class Decoder(nn.Module):
-  """Llama, SmolLM, Qwen2 and Qwen3 decoders, by `ModelConfig`.
+  """Llama, SmolLM, Mistral, Qwen2 and Qwen3 decoders, by `ModelConfig`.
 
   Parameters are `embed/table` [V, M], `layers/<stage>/...` with a leading L
-  axis, `final_norm/scale` [M] and, when untied, `head/table` [V, M].
+  axis, `final_norm/scale` [M] and, when untied, `head/table` [V, M]. Layers of
+  several kinds are stacked as `pattern` says.
 
   `model.apply({"params": params}, tokens_GT)` is the plain, dense model with
   the readable attention: what every faster path is tested against. The engine
@@ -29,13 +72,11 @@ class Decoder(nn.Module):
   def setup(self):
     config = self.config
     self.embed = layers.Table(config)
-    self.layers = nn.scan(
-        layers.Block,
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        in_axes=(nn.broadcast, nn.broadcast),
-        length=config.num_layers,
-    )(config)
+    if len(config.layer_pattern) == 1:
+      (kind,) = config.layer_pattern
+      self.layers = _scanned(block.Block, config.num_layers)(config, kind)
+    else:
+      self.layers = Parts(config)
     self.final_norm = layers.RMSNorm(config.norm_eps, config.param_dtype)
     if not config.tied_embeddings:
       self.head = layers.Table(config)
@@ -48,7 +89,8 @@ class Decoder(nn.Module):
     Args:
       tokens_GT: i32 ids.
       positions_GT: i32 positions; 0…T−1 when None.
-      attend: (q_KGRTD, k_KGTD, v_KGTD) -> out_KGRTD.
+      attend: (q_KGRTD, k_KGTD, v_KGTD) -> out_KGRTD; of a sliding layer it
+        is given window= too.
 
     Returns:
       logits_GTV, at least float32.

@@ -57,7 +57,7 @@ class Table(nn.Module):
     )
 
 
-def _norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
+def norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
   return RMSNorm(config.norm_eps, config.param_dtype, name=name)
 
 
@@ -97,13 +97,13 @@ class Linear(nn.Module):
     return y_NB
 
 
-def _linear(
+def linear(
     config: config_lib.ModelConfig, features: int, name: str, bias=False
 ) -> Linear:
   return Linear(config, features, bias, name=name)
 
 
-def _rows(x_GTM):
+def rows(x_GTM):
   return x_GTM.reshape(-1, x_GTM.shape[-1])
 
 
@@ -115,14 +115,14 @@ class Project(nn.Module):
   @nn.compact
   def __call__(self, x_GTM):
     config = self.config
-    normed_NM = _rows(_norm(config, "norm")(x_GTM))
+    normed_NM = rows(norm(config, "norm")(x_GTM))
     widths = {
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
         "value": config.num_kv_heads * config.head_dim,
     }
     return tuple(
-        _linear(config, width, name, config.qkv_bias)(normed_NM)
+        linear(config, width, name, config.qkv_bias)(normed_NM)
         for name, width in widths.items()
     )
 
@@ -146,8 +146,8 @@ class Rotate(nn.Module):
 
     q_GTND, k_GTND, v_GTND = heads(query), heads(key), heads(value)
     if config.qk_norm:
-      q_GTND = _norm(config, "query_norm")(q_GTND)
-      k_GTND = _norm(config, "key_norm")(k_GTND)
+      q_GTND = norm(config, "query_norm")(q_GTND)
+      k_GTND = norm(config, "key_norm")(k_GTND)
     turn = dict(theta=config.rope_theta, scaling=config.rope_scaling)
     q_GTND = rope.rotate(q_GTND, positions_GT, **turn)
     k_GTND = rope.rotate(k_GTND, positions_GT, **turn)
@@ -170,7 +170,7 @@ class Join(nn.Module):
   def __call__(self, x_GTM, out_KGRTD):
     out_GTKRD = out_KGRTD.transpose(1, 3, 0, 2, 4)
     flat_NM = out_GTKRD.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
-    joined_NM = _linear(self.config, self.config.width, "output")(flat_NM)
+    joined_NM = linear(self.config, self.config.width, "output")(flat_NM)
     return x_GTM + joined_NM.reshape(x_GTM.shape)
 
 
@@ -182,10 +182,10 @@ class Expand(nn.Module):
   @nn.compact
   def __call__(self, h_GTM):
     config = self.config
-    normed_NM = _rows(_norm(config, "norm")(h_GTM))
+    normed_NM = rows(norm(config, "norm")(h_GTM))
     return (
-        _linear(config, config.ffn_width, "gate")(normed_NM),
-        _linear(config, config.ffn_width, "up")(normed_NM),
+        linear(config, config.ffn_width, "gate")(normed_NM),
+        linear(config, config.ffn_width, "up")(normed_NM),
     )
 
 
@@ -196,23 +196,5 @@ class Contract(nn.Module):
 
   @nn.compact
   def __call__(self, h_GTM, gate_NF, up_NF):
-    down = _linear(self.config, self.config.width, "down")
+    down = linear(self.config, self.config.width, "down")
     return h_GTM + down(nn.silu(gate_NF) * up_NF).reshape(h_GTM.shape)
-
-
-class Block(nn.Module):
-  """The five stages in order, around a caller's attention."""
-
-  config: config_lib.ModelConfig
-
-  def setup(self):
-    self.project = Project(self.config)
-    self.rotate = Rotate(self.config)
-    self.join = Join(self.config)
-    self.expand = Expand(self.config)
-    self.contract = Contract(self.config)
-
-  def __call__(self, x_GTM, positions_GT, attend):
-    q, k, v = self.rotate(*self.project(x_GTM), positions_GT)
-    h_GTM = self.join(x_GTM, attend(q, k, v))
-    return self.contract(h_GTM, *self.expand(h_GTM)), None

@@ -15,6 +15,7 @@ function of one layer.
 Source of the tiling: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -25,29 +26,39 @@ from branch_replay import config as config_lib
 from branch_replay.ops import attention_loops as loops
 
 
-@jax.custom_vjp
-def _attend(q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length, lengths_G):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    window, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length, lengths_G
+):
   out, lse = forward(
-      q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G
+      q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G,
+      window=_window(window, q, prefix_length),
   )
   return out.astype(q.dtype), lse
 
 
-def _attend_forward(q, k, v, pk, pv, prefix_length, lengths_G):
-  out, lse = forward(q, k, v, (pk, pv), 0, prefix_length, lengths_G)
-  out = out.astype(q.dtype)
+def _window(size, q_KGRTD, prefix_length):
+  """The window of branches that follow a prefix, or None."""
+  if size is None:
+    return None
+  query_T = prefix_length + jnp.arange(q_KGRTD.shape[3])
+  return Window(size, jnp.maximum(query_T - size + 1, 0))
+
+
+def _attend_forward(window, q, k, v, pk, pv, prefix_length, lengths_G):
+  out, lse = _attend(window, q, k, v, pk, pv, prefix_length, lengths_G)
   # The prefix is a residual by reference: replayed, never copied.
   return (out, lse), (q, k, v, pk, pv, prefix_length, out, lse)
 
 
-def _attend_backward(residuals, cotangents):
+def _attend_backward(window, residuals, cotangents):
   q, k, v, pk, pv, prefix_length, out, lse = residuals
   d_out, d_lse = cotangents
   wide = config_lib.at_least_float32(q.dtype)
   zeros = (jnp.zeros(pk.shape, wide), jnp.zeros(pv.shape, wide))
   dq, dk, dv, (dpk, dpv) = backward(
       d_out, q, k, v, out, lse, (pk, pv), 0, prefix_length,
-      accumulator=zeros, d_lse=d_lse,
+      accumulator=zeros, d_lse=d_lse, window=_window(window, q, prefix_length),
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
@@ -67,6 +78,7 @@ def replay_attention(
     prefix_length,
     *,
     lengths_G=None,
+    window=None,
 ):
   """Attention of G branches to a shared prefix and, causally, to themselves.
 
@@ -86,6 +98,9 @@ def replay_attention(
       so that another length does not compile again.
     lengths_G: i32, tokens of each branch that are real; later rows attend to
       nothing. None means all T.
+    window: W, so that the query at position i sees the keys at j with
+      i − j < W, where tails stand at `prefix_length` and after; static. None
+      to see all keys before.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
@@ -97,7 +112,7 @@ def replay_attention(
   chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))
   chex.assert_shape([prefix_k_KPD, prefix_v_KPD], (heads, None, head_dim))
   return _attend(
-      q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None], prefix_v_KPD[None],
+      window, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None], prefix_v_KPD[None],
       prefix_length, lengths_G,
   )
 
@@ -134,9 +149,31 @@ class Stripe(NamedTuple):
   offset: jax.Array | int = 0
 
 
+class Window(NamedTuple):
+  """How far back the tokens of a segment see.
+
+  Attributes:
+    size: W; the query at position i sees the keys at j with i − j < W.
+    lowest_T: i32, for every query the first index in the prefix, among the
+      positions that are here, that lies in its window.
+  """
+
+  size: int
+  lowest_T: jax.Array
+
+
+def _reach(window, q_KGRTD):
+  """(W, lowest index of the prefix for every row), or (None, None)."""
+  if window is None:
+    return None, None
+  shape = q_KGRTD.shape[1:4]
+  rows = jnp.broadcast_to(window.lowest_T[None, None], shape)
+  return window.size, rows.reshape(-1)
+
+
 def forward(
     q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
-    *, stripe=Stripe(),
+    *, stripe=Stripe(), window=None,
 ):
   """Output and merged log-sum-exp of one layer; see `replay_attention`.
 
@@ -149,14 +186,18 @@ def forward(
     prefix_length: i32 scalar.
     lengths_G: i32 or None.
     stripe: which keys of the segment are here.
+    window: `Window`, or None to see all keys before.
 
   Returns:
     out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
   """
-  out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe)
+  size, lowest_N = _reach(window, q_KGRTD)
+  out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, size)
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
-    out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)
+    out_p, lse_p = loops.prefix_forward(
+        rows, prefix, layer, prefix_length, lowest_N
+    )
     out, lse = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
@@ -169,7 +210,8 @@ def forward(
 
 
 def decode(
-    q_KGRTD, cache, cache_layer, slots_GT, prefix, layer, prefix_length
+    q_KGRTD, cache, cache_layer, slots_GT, prefix, layer, prefix_length, *,
+    window=None, lowest_GT=None,
 ):
   """Attention of T new tokens of each branch to the prefix and to a cache.
 
@@ -184,14 +226,25 @@ def decode(
     prefix: pair (k_LKPD, v_LKPD).
     layer: i32 scalar.
     prefix_length: i32 scalar.
+    window: how many slots a new token sees, its own included; None for all.
+    lowest_GT: i32, the first position of the prefix that a new token attends
+      to; None for all.
 
   Returns:
     out_KGRTD in the dtype of the queries.
   """
-  out, lse = loops.cache_forward(q_KGRTD, cache, cache_layer, slots_GT)
+  out, lse = loops.cache_forward(
+      q_KGRTD, cache, cache_layer, slots_GT, window
+  )
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
-    out_p, lse_p = loops.prefix_forward(rows, prefix, layer, prefix_length)
+    lowest_N = None
+    if lowest_GT is not None:
+      shape = q_KGRTD.shape[1:4]
+      lowest_N = jnp.broadcast_to(lowest_GT[:, None], shape).reshape(-1)
+    out_p, lse_p = loops.prefix_forward(
+        rows, prefix, layer, prefix_length, lowest_N
+    )
     out, _ = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
@@ -200,7 +253,7 @@ def decode(
 
 def backward(
     d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
-    *, accumulator=None, d_lse=None,
+    *, accumulator=None, d_lse=None, window=None,
 ):
   """Cotangents of one layer, given the merged output and log-sum-exp.
 
@@ -217,6 +270,7 @@ def backward(
     accumulator: pair like `prefix`, at least float32, to which the prefix's
       cotangents are added at `layer`, in place; None spends nothing on them.
     d_lse: cotangent of the log-sum-exp, or None for zero.
+    window: as in `forward`.
 
   Returns:
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
@@ -224,7 +278,7 @@ def backward(
   """
   dq, dk, dv, accumulator = backward_rows(
       d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
-      prefix, layer, prefix_length, accumulator=accumulator,
+      prefix, layer, prefix_length, accumulator=accumulator, window=window,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
@@ -238,7 +292,7 @@ def row_delta(d_out, out, d_lse=None):
 
 def backward_rows(
     d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
-    *, accumulator=None, stripe=Stripe(),
+    *, accumulator=None, stripe=Stripe(), window=None,
 ):
   """`backward` from `row_delta`; queries may be those of all devices.
 
@@ -254,6 +308,7 @@ def backward_rows(
     prefix_length: i32 scalar.
     accumulator: as in `backward`.
     stripe: which keys of the segment are here.
+    window: as in `forward`.
 
   Returns:
     As `backward`, but dq in at least float32: what the keys that are here
@@ -261,8 +316,9 @@ def backward_rows(
   """
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+  size, lowest_N = _reach(window, q_KGRTD)
   dq, dk, dv = loops.segment_backward(
-      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
+      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, size
   )
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
@@ -271,7 +327,7 @@ def backward_rows(
         q_KGRTD.reshape(heads, -1, head_dim),
         lse.reshape(heads, -1),
         delta.reshape(heads, -1),
-        prefix, layer, prefix_length, accumulator,
+        prefix, layer, prefix_length, accumulator, lowest_N,
     )
     dq = dq + dq_rows.reshape(dq.shape)
   return dq, dk, dv, accumulator

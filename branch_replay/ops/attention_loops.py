@@ -91,27 +91,37 @@ def _empty_softmax(rows, head_dim, dtype):
   )
 
 
-def prefix_forward(q_KND, prefix, layer, prefix_length):
-  """(out_KND, lse_KN) of rows against the first positions of a prefix."""
+def prefix_forward(q_KND, prefix, layer, prefix_length, lowest_N=None):
+  """(out_KND, lse_KN) of rows against the first positions of a prefix.
+
+  With `lowest_N`, of row n against those of them from lowest_N[n] on.
+  """
   heads, rows, head_dim = q_KND.shape
   dtype = config_lib.at_least_float32(q_KND.dtype)
   row = tiling.even(rows, tiling.FORWARD_ROWS)
   column = tiling.Columns(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
   q_KND = tiling.pad(q_KND, 1, row.padded)
   columns = column.count(prefix_length)
+  if lowest_N is not None:
+    lowest_N = _padded_lowest(lowest_N, row, prefix)
+    columns = jnp.asarray(columns, lowest_N.dtype)
 
   def visit(index, outputs):
     head, start = index // row.count, index % row.count * row.size
     q_ND = tiling.read(q_KND, (head, start), row.size)
+    first, of_rows = 0, None
+    if lowest_N is not None:
+      of_rows = tiling.read(lowest_N, (start,), row.size)
+      first = column.holding(jnp.min(of_rows))
 
     def tile(j, carry):
       k_BD, v_BD = column.read(prefix, (layer, head), j)
       return _softmax_tile(
-          carry, q_ND, k_BD, v_BD, column.seen(j, prefix_length)
+          carry, q_ND, k_BD, v_BD, column.seen(j, prefix_length, of_rows)
       )
 
     carry = _empty_softmax(row.size, head_dim, dtype)
-    out, lse = normalized(*lax.fori_loop(0, columns, tile, carry))
+    out, lse = normalized(*lax.fori_loop(first, columns, tile, carry))
     return (
         tiling.write(outputs[0], (head, start), out),
         tiling.write(outputs[1], (head, start), lse),
@@ -123,7 +133,15 @@ def prefix_forward(q_KND, prefix, layer, prefix_length):
   return out[:, :rows], lse[:, :rows]
 
 
-def cache_forward(q_KGRTD, cache, layer, slots_GT):
+def _padded_lowest(lowest_N, row: tiling.Even, prefix):
+  """Rows that are padding see nothing."""
+  capacity = prefix[0].shape[2]
+  return tiling.pad(
+      lowest_N.astype(jnp.int32), 0, row.padded, value=capacity
+  )
+
+
+def cache_forward(q_KGRTD, cache, layer, slots_GT, window=None):
   """(out_KGRTD, lse_KGRT) of new tokens against each branch's own cache.
 
   Tiles that no token sees are not read: the work follows the longest branch,
@@ -145,6 +163,8 @@ def cache_forward(q_KGRTD, cache, layer, slots_GT):
     seen_GTB = (place_B >= j * size)[None, None] & (
         place_B[None, None] <= slots_GT[..., None]
     )
+    if window is not None:
+      seen_GTB &= slots_GT[..., None] - place_B[None, None] < window
     scores = jnp.einsum(
         "kgrtd,kgbd->kgrtb", q_KGRTD, k_KGBD, preferred_element_type=dtype
     ) * q_KGRTD.shape[-1] ** -0.5
@@ -173,7 +193,7 @@ def cache_forward(q_KGRTD, cache, layer, slots_GT):
 
 def prefix_backward(
     d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
-    accumulator,
+    accumulator, lowest_N=None,
 ):
   """dq_KND, and the accumulator with the prefix's cotangents added.
 
@@ -187,17 +207,24 @@ def prefix_backward(
   q_KND = tiling.pad(q_KND, 1, row.padded)
   lse_KN = tiling.pad(lse_KN, 1, row.padded, value=jnp.inf)
   delta_KN = tiling.pad(delta_KN, 1, row.padded)
-  columns = column.count(prefix_length)
+  columns, first = column.count(prefix_length), 0
+  if lowest_N is not None:
+    lowest_N = _padded_lowest(lowest_N, row, prefix)
+    first = column.holding(jnp.min(lowest_N))
+    columns = jnp.maximum(jnp.asarray(columns, first.dtype) - first, 0)
 
   def visit(index, carry):
     dq_KND, accumulator = carry
-    head, j = index // columns, index % columns
+    head, j = index // columns, first + index % columns
     k_BD, v_BD = column.read(prefix, (layer, head), j)
-    seen = column.seen(j, prefix_length)
 
     def tile(i, carry):
       dq_KND, dk_DB, dv_DB = carry
       at = head, i * row.size
+      of_rows = None
+      if lowest_N is not None:
+        of_rows = tiling.read(lowest_N, at[1:], row.size)
+      seen = column.seen(j, prefix_length, of_rows)
       dq, dk, dv = _cotangent_tile(
           *(tiling.read(x, at, row.size) for x in (d_out_KND, q_KND)),
           *(tiling.read(x, at, row.size) for x in (lse_KN, delta_KN)),
@@ -208,9 +235,18 @@ def prefix_backward(
         return dq_KND, dk_DB, dv_DB
       return dq_KND, dk_DB + dk, dv_DB + dv
 
+    def tile_in_reach(i, carry):
+      of_rows = tiling.read(lowest_N, (i * row.size,), row.size)
+      reached = jnp.min(of_rows) < (j + 1) * column.size
+      # A loop of no or one turn: unlike a conditional it updates in place.
+      return lax.fori_loop(
+          0, reached.astype(jnp.int32), lambda _, carry: tile(i, carry), carry
+      )
+
     zeros = jnp.zeros((head_dim, column.size), dtype)
     dq_KND, dk_DB, dv_DB = lax.fori_loop(
-        0, row.count, tile, (dq_KND, zeros, zeros)
+        0, row.count, tile if lowest_N is None else tile_in_reach,
+        (dq_KND, zeros, zeros),
     )
     if accumulator is not None:
       windows = dk_DB.T, dv_DB.T
@@ -222,8 +258,11 @@ def prefix_backward(
   return dq_KND[:, :rows], accumulator
 
 
-def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe):
-  """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves."""
+def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, window=None):
+  """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves.
+
+  With a window W, to no key W or more positions before.
+  """
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
   grid = tiling.causal(
@@ -241,12 +280,13 @@ def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe):
       at = head, branch, j * grid.column
       k_BD = tiling.read(k_KGSD, at, grid.column)
       v_BD = tiling.read(v_KGSD, at, grid.column)
-      seen = grid.seen(i, j, stripe.offset)
+      seen = grid.seen(i, j, stripe.offset, window)
       return _softmax_tile(carry, q_ND, k_BD, v_BD, seen)
 
     carry = _empty_softmax(q_ND.shape[0], head_dim, dtype)
-    columns = i // grid.rows_per_column + 1  # stops at the diagonal
-    out, lse = normalized(*lax.fori_loop(0, columns, tile, carry))
+    out, lse = normalized(
+        *lax.fori_loop(*grid.columns(i, window), tile, carry)
+    )
     return (
         grid.write_rows(outputs[0], head, branch, i, out),
         grid.write_rows(outputs[1], head, branch, i, lse),
@@ -259,7 +299,9 @@ def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe):
   return out[:, :, :, :tokens], lse[:, :, :, :tokens]
 
 
-def segment_backward(d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe):
+def segment_backward(
+    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, window=None
+):
   """(dq, dk, dv) of the segment part, from the merged lse and delta."""
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = lse.dtype
@@ -288,16 +330,15 @@ def segment_backward(d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe):
       where = head, branch, i
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
           *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
-          k_BD, v_BD, grid.seen(i, j, stripe.offset),
+          k_BD, v_BD, grid.seen(i, j, stripe.offset, window),
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
       return dq, dk_DB + dk_tile, dv_DB + dv_tile
 
     zeros = jnp.zeros((head_dim, grid.column), dtype)
-    first = j * grid.rows_per_column  # rows above the diagonal see nothing
     dq, dk_DB, dv_DB = lax.fori_loop(
-        first, grid.row_count, tile, (dq, zeros, zeros)
+        *grid.visible_to(j, window), tile, (dq, zeros, zeros)
     )
     return dq, tiling.write(dk, at, dk_DB.T), tiling.write(dv, at, dv_DB.T)
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 
 
-def causal(q_KGRTD, k_KGTD, v_KGTD):
+def causal(q_KGRTD, k_KGTD, v_KGTD, *, window=None):
   """Causal grouped-query attention of whole sequences.
 
   Args:
     q_KGRTD: queries.
     k_KGTD: keys.
     v_KGTD: values.
+    window: W, to see no key W or more positions before; None to see all.
 
   Returns:
     out_KGRTD in the dtype of the queries.
@@ -25,7 +26,7 @@ def causal(q_KGRTD, k_KGTD, v_KGTD):
   heads, _, _, _, head_dim = q_KGRTD.shape
   nothing_KPD = jnp.zeros((heads, 0, head_dim), k_KGTD.dtype)
   out_KGRTD, _ = replay_attention(
-      q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0
+      q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0, window=window
   )
   return out_KGRTD
 
@@ -39,6 +40,7 @@ def replay_attention(
     prefix_length,
     *,
     lengths_G=None,
+    window=None,
 ):
   """Reference of `attention.replay_attention`: same arguments, same result."""
   chex.assert_rank([q_KGRTD, k_KGTD, prefix_k_KPD], [5, 4, 3])
@@ -59,6 +61,11 @@ def replay_attention(
   seen = jnp.concatenate(
       [jnp.broadcast_to(seen_P, (tokens, positions)), seen_TS], axis=-1
   )[None]
+  if window is not None:
+    at = jnp.concatenate(
+        [jnp.arange(positions), prefix_length + jnp.arange(tokens)]
+    )
+    seen &= (prefix_length + query_T - at[None] < window)[None]
   if lengths_G is not None:
     seen = seen & (query_T[None] < lengths_G[:, None, None])
   seen = jnp.broadcast_to(seen, (branches, tokens, positions + tokens))

@@ -100,10 +100,20 @@ class Columns:
     """Tiles that hold the first `length` positions."""
     return _ceil(length, self.size)
 
-  def seen(self, j, length):
-    """[1, B]: which positions of tile j are real and not read before."""
+  def holding(self, position):
+    """The tile that holds a position."""
+    return position // self.size
+
+  def seen(self, j, length, lowest_N=None):
+    """[1, B]: which positions of tile j are real and not read before.
+
+    With the lowest position that each row may see, [N, B].
+    """
     position = self._start(j) + jnp.arange(self.size)
-    return ((position >= j * self.size) & (position < length))[None]
+    seen = ((position >= j * self.size) & (position < length))[None]
+    if lowest_N is None:
+      return seen
+    return seen & (position[None] >= lowest_N[:, None])
 
   def read(self, pair, at, j):
     """Tile j of each array of `pair`, [B, D]."""
@@ -149,12 +159,31 @@ class Causal(NamedTuple):
     head = index // (branches * self.row_count)
     return head, index // self.row_count % branches, index % self.row_count
 
-  def seen(self, i, j, offset=0):
+  def seen(self, i, j, offset=0, window=None):
     """[R·row, column]: which keys of tile j the rows of tile i may see."""
     query = i * self.row + jnp.arange(self.row)
     key = j * self.column + jnp.arange(self.column)
     key = key * self.stride + offset
-    return jnp.tile(key[None, :] <= query[:, None], (self.repeats, 1))
+    seen = key[None, :] <= query[:, None]
+    if window is not None:
+      seen &= query[:, None] - key[None, :] < window
+    return jnp.tile(seen, (self.repeats, 1))
+
+  def columns(self, i, window=None):
+    """(first, end) of the column tiles that row tile i sees keys of."""
+    end = i // self.rows_per_column + 1  # stops at the diagonal
+    if window is None:
+      return 0, end
+    lowest = jnp.maximum(i * self.row - window + 1, 0)
+    return lowest // (self.row * self.rows_per_column), end
+
+  def visible_to(self, j, window=None):
+    """(first, end) of the row tiles that see keys of column tile j."""
+    first = j * self.rows_per_column  # rows above the diagonal see nothing
+    if window is None:
+      return first, self.row_count
+    highest = (j + 1) * self.row * self.rows_per_column + window - 2
+    return first, jnp.minimum(highest // self.row + 1, self.row_count)
 
   def rows(self, x_KGRT, head, branch, i):
     """Row tile i: R·row rows of one head and branch of [K, G, R, T, ...]."""

@@ -17,43 +17,16 @@ from branch_replay import config as config_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
-from branch_replay.ops import attention
-
-
-def empty_cache(config: config_lib.ModelConfig, rows: int, room: int):
-  """Keys and values of the rows' own inputs, pair of [L, K, N, S, D]."""
-  shape = (
-      config.num_layers, config.num_kv_heads, rows, room, config.head_dim
-  )
-  return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2))
 
 
 def keep(cache, index):
   """The cache of some of the rows, in the order of `index`."""
-  return tuple(jnp.take(x, index, axis=2) for x in cache)
+  return jax.tree.map(lambda x: jnp.take(x, index, axis=2), cache)
 
 
 def slots(starts_N, tokens: int):
   """i32[N, T]: the cache slots of a block of T inputs."""
   return starts_N[:, None] + jnp.arange(tokens, dtype=starts_N.dtype)[None]
-
-
-def write(cache, index, slots_NT, present):
-  """The cache with a block's keys and values at its slots of one layer.
-
-  Args:
-    cache: pair of [L, K, N, S, D].
-    index: i32 scalar, which layer.
-    slots_NT: where; slots ≥ S are dropped.
-    present: pair of [K, N, T, D].
-  """
-  rows_N1 = jnp.arange(slots_NT.shape[0])[:, None]
-  return tuple(
-      old.at[index, :, rows_N1, slots_NT].set(
-          new.transpose(1, 2, 0, 3), mode="drop"
-      )
-      for old, new in zip(cache, present, strict=True)
-  )
 
 
 def run(
@@ -66,36 +39,19 @@ def run(
     model: the decoder.
     params: its parameters.
     state: the prefix, shared by all rows.
-    cache: of `empty_cache`, holding inputs 0 … start − 1 of every row.
+    cache: of `state.caches`, holding inputs 0 … start − 1 of every row.
     starts_N: i32, inputs of each row that are cached.
     tokens_NT: i32, its next inputs.
 
   Returns:
     hidden_NTM after the final norm, and the cache with the block in it.
   """
-  config = model.config
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
-  slots_NT = slots(starts_N, tokens_NT.shape[1])
-
-  def layer(carry, inputs):
-    x_NTM, cache = carry
-    index, layer_params = inputs
-
-    def attend(q, k, v):
-      new = write(cache, index, slots_NT, (k, v))
-      out = attention.decode(
-          q, new, index, slots_NT, state.mixer, index, state.length
-      )
-      return out, new
-
-    x_NTM, cache, _ = segment.layer_forward(
-        config, layer_params, x_NTM, state.length + slots_NT, attend
-    )
-    return (x_NTM, cache), None
-
-  numbered = jnp.arange(config.num_layers), params["layers"]
-  (x_NTM, cache), _ = lax.scan(layer, (x_NTM, cache), numbered)
+  x_NTM, cache = segment.decode(
+      model.config, params["layers"], x_NTM, state, cache,
+      slots(starts_N, tokens_NT.shape[1]),
+  )
   return model.apply(outer, x_NTM, method="normalize"), cache
 
 

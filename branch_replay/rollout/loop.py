@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import config as config_lib
+from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout import block
 from branch_replay.rollout import law as law_lib
@@ -45,7 +46,7 @@ def start(
     memory = drafter.init(model, inputs, branches, room)
   rows = round_lib.Rows(
       jnp.arange(branches, dtype=jnp.int32),
-      block.empty_cache(config, branches, room),
+      state_lib.caches(config, inputs.state.mixer, branches, room),
       memory,
   )
   dtype = config_lib.at_least_float32(config.compute_dtype)

@@ -41,7 +41,7 @@ def load_hf(
     param_dtype: str | None = None,
     compute_dtype: str = "float32",
 ) -> pretrained_lib.Pretrained:
-  """Loads a Llama, SmolLM, Qwen2 or Qwen3 directory.
+  """Loads a Llama, SmolLM, Mistral, Qwen2 or Qwen3 directory.
 
   Reads config.json and model.safetensors, or the shards named by
   model.safetensors.index.json; and where present generation_config.json,

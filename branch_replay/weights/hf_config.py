@@ -16,6 +16,7 @@ from branch_replay import config as config_lib
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
@@ -38,7 +39,7 @@ def config_from_hf(
     param_dtype: str = "float32",
     compute_dtype: str = "float32",
 ) -> config_lib.ModelConfig:
-  """Reads the `config.json` of a Llama (SmolLM), Qwen2 or Qwen3 model.
+  """Reads the `config.json` of a Llama (SmolLM), Mistral or Qwen2/3 model.
 
   Both styles of RoPE options are read: `rope_theta` with `rope_scaling`, and
   the `rope_parameters` of transformers 5. Absent options have the defaults of
@@ -64,6 +65,10 @@ def config_from_hf(
   _check_fixed(mapping)
   theta, scaling = _rope_from_hf(mapping)
   heads = _integer(mapping, "num_attention_heads")
+  window = None
+  if family == "mistral" and mapping.get("sliding_window", 1) is not None:
+    # MistralConfig has a constant default; null means that there is none.
+    window = _integer(mapping, "sliding_window", default=4096)
   return config_lib.ModelConfig(
       vocab_size=_integer(mapping, "vocab_size"),
       width=_integer(mapping, "hidden_size"),
@@ -78,6 +83,8 @@ def config_from_hf(
       norm_eps=float(mapping.get("rms_norm_eps", 1e-6)),
       qk_norm=family == "qwen3",
       qkv_bias=family == "qwen2",
+      layer_pattern=("full",) if window is None else ("sliding",),
+      window=window,
       tied_embeddings=bool(mapping.get("tie_word_embeddings", False)),
       param_dtype=str(jnp.dtype(param_dtype)),
       compute_dtype=str(jnp.dtype(compute_dtype)),
@@ -206,7 +213,17 @@ def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
         "has the norms, qwen2 the biases."
     )
   family = "llama"
-  if config.qk_norm:
+  if config.layer_pattern != ("full",):
+    if config.layer_pattern != ("sliding",) or (
+        config.qk_norm or config.qkv_bias
+    ):
+      raise ValueError(
+          f"layer_pattern={config.layer_pattern!r} has no Hugging Face "
+          "model_type here: mistral has sliding layers alone, without qk_norm "
+          "and qkv_bias."
+      )
+    family = "mistral"
+  elif config.qk_norm:
     family = "qwen3"
   elif config.qkv_bias:
     family = "qwen2"
@@ -229,6 +246,8 @@ def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       "hidden_act": "silu",
       "attention_dropout": 0.0,
   }
+  if family == "mistral":
+    return mapping | {"sliding_window": config.window}
   if family != "qwen2":
     mapping["attention_bias"] = False
   if family == "llama":

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import segment
+from branch_replay.mixers import attention as mixer
 from branch_replay.models import decoder
 from branch_replay.ops import attention
 from branch_replay.rollout import block
@@ -110,9 +111,13 @@ class Learned:
           f"The drafter was made for a model of width {rows // 2}, this one "
           f"has {config.width}."
       )
-    one_layer = dataclasses.replace(config, num_layers=1)
+    if config.layer_pattern != ("full",):
+      raise ValueError(
+          f"layer_pattern={config.layer_pattern}: this drafter reads what full "
+          "attention layers left of the prompt. Take NGram or Model."
+      )
     return Memory(
-        block.empty_cache(one_layer, branches, room),
+        mixer.cache(config, 1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
     )
 
@@ -165,7 +170,7 @@ class Learned:
     state, last = inputs.state, model.config.num_layers - 1
 
     def attend(q, k, v):
-      new = block.write(cache, 0, slots_NT, (k, v))
+      new = mixer.write_cache(cache, 0, slots_NT, (k, v))
       out = attention.decode(
           q, new, 0, slots_NT, state.mixer, last, state.length
       )
@@ -185,8 +190,11 @@ def layer(
   embedded_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
   pairs_NTA = jnp.concatenate([hidden_NTM, embedded_NTM], axis=-1)
   kernel_AM = drafter_params["pair"]["kernel"].astype(pairs_NTA.dtype)
+
+  def mix(params, mixed):
+    return attend(*mixer.rotate(model.config, params, mixed, positions_NT))
+
   y_NTM, extra, _ = segment.layer_forward(
-      model.config, drafter_params["layer"], pairs_NTA @ kernel_AM,
-      positions_NT, attend,
+      model.config, "full", drafter_params["layer"], pairs_NTA @ kernel_AM, mix
   )
   return model.apply(outer, y_NTM, method="normalize"), extra

@@ -50,7 +50,13 @@ class Model:
           "The drafter's state holds another prompt: capture this one with the "
           "drafter's model."
       )
-    return block.empty_cache(self.model.config, branches, room)
+    config = self.model.config
+    if config.recurrent:
+      raise ValueError(
+          "A drafter with recurrent layers cannot take its drafts back: use "
+          "one of attention layers."
+      )
+    return state_lib.caches(config, self.state.mixer, branches, room)
 
   def propose(self, task: Task, memory, view: View):
     """Runs k + 1 tokens, one after the other.

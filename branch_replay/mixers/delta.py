@@ -1,0 +1,242 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta layers; see `mixers.kinds`.
+
+A prefix of any length leaves behind one matrix a value head and the last inputs
+of the convolution. Each chunk's incoming ones are kept beside them, because
+popping a chunk runs it again from there. Heads are dealt to the devices in
+blocks, padded where their number does not divide: inputs travel to the device
+of their head, outputs to that of their token.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.mixers import sizes as sizes_lib
+from branch_replay.ops import gated_delta
+
+MIXED = 2  # channels and rates
+STAGE = "recur"
+
+
+class Left(NamedTuple):
+  """What a segment leaves behind.
+
+  Attributes:
+    matrix: [L, 1, K, R, D, E], at least float32.
+    last: [L, 1, K, W − 1, X], in the compute dtype.
+  """
+
+  matrix: jax.Array
+  last: jax.Array
+
+
+class Recurrent(NamedTuple):
+  """The state of a stack.
+
+  Attributes:
+    now: after the prefix.
+    before: before each of its chunks, with their number in place of 1; no
+      chunks where none will be popped.
+  """
+
+  now: Left
+  before: Left
+
+
+def _left(config, count, slots, devices, matrix_dtype, last_dtype) -> Left:
+  delta = config.delta
+  heads = -(-delta.key_heads // devices)
+  repeats = delta.value_heads // delta.key_heads
+  at = count, slots, heads
+  return Left(
+      jnp.zeros((*at, repeats, delta.key_dim, delta.value_dim), matrix_dtype),
+      jnp.zeros((*at, delta.conv_width - 1, delta.channels), last_dtype),
+  )
+
+
+def empty(config, count: int, sizes: sizes_lib.Sizes) -> Recurrent:
+  """The state of no positions, and slots for what precedes each chunk."""
+  dtype = config.compute_dtype
+  wide = config_lib.at_least_float32(dtype)
+  return Recurrent(*(
+      _left(config, count, slots, sizes.devices, wide, dtype)
+      for slots in (1, sizes.chunks)
+  ))
+
+
+def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype) -> Left:
+  """Zeros like what a segment continues from; never less than float32."""
+  del dtype
+  wide = config_lib.at_least_float32(config.compute_dtype)
+  return _left(config, count, 1, sizes.devices, wide, wide)
+
+
+def seen(stack: Recurrent, index, chunk) -> Left:
+  """What precedes chunk `index`, or what tails continue from."""
+  del chunk
+  if index is None:
+    return stack.now
+  return jax.tree.map(
+      lambda x: lax.dynamic_slice_in_dim(x, index, 1, axis=1), stack.before
+  )
+
+
+def fit(stack: Recurrent, here: int) -> Recurrent:
+  """It is of one size for any number of positions."""
+  del here
+  return stack
+
+
+def complete(stack: Recurrent, chunks: int, chunk: int) -> bool:
+  """Whether what precedes these chunks is there."""
+  del chunk
+  return stack.before.matrix.shape[1] == chunks
+
+
+def push(stack: Recurrent, present: Left, chunk: sizes_lib.Chunk):
+  """The state after a chunk, which remembers the one before."""
+  if not stack.before.matrix.shape[1]:
+    return Recurrent(present, stack.before)
+  return Recurrent(present, jax.tree.map(
+      lambda slots, x: lax.dynamic_update_slice_in_dim(
+          slots, x, chunk.index, axis=1
+      ),
+      stack.before, stack.now,
+  ))
+
+
+def extend(stack: Recurrent, present: Left, chunk: sizes_lib.Chunk):
+  """`push` that remembers nothing, as this is no chunk."""
+  del chunk
+  return Recurrent(present, jax.tree.map(lambda x: x[:, :0], stack.before))
+
+
+def skip(stack: Left, chunk: sizes_lib.Chunk) -> Left:
+  """A chunk that is not popped sends nothing to those before."""
+  del chunk
+  return jax.tree.map(jnp.zeros_like, stack)
+
+
+def _heads(config, layout, mixed, tokens):
+  """Channels and rates of this device's heads, for all tokens."""
+  heads = config.delta.key_heads
+  return tuple(
+      layout.to_heads(x.reshape(-1, tokens, heads, x.shape[-1] // heads))
+      for x in mixed
+  )
+
+
+def _mix(config, layout, params, mixed, left: Left, lengths_G):
+  """`gated_delta.mix` of this device's heads on top of one state for all."""
+  own = gated_delta.Parameters(*(
+      layout.my_heads(params[name])
+      for name in ("filter", "log_rate", "rate_bias")
+  ))
+  branches = mixed[0].shape[0]
+  matrix, last = (
+      jnp.broadcast_to(x, (branches, *x.shape[1:])) for x in left
+  )
+  out, matrix, last = gated_delta.mix(
+      own, *mixed, matrix, last, lengths_G, key_dim=config.delta.key_dim
+  )
+  return out, Left(matrix, last)
+
+
+def _at(left: Left, layer) -> Left:
+  return jax.tree.map(
+      lambda x: lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), left
+  )
+
+
+def forward(config, layout, params, mixed, layer, context, prefix):
+  """One layer of a segment; see `mixers.attention.forward`."""
+  tokens = context.positions_GT.shape[1]
+  out, left = _mix(
+      config, layout, params, _heads(config, layout, mixed, tokens),
+      _at(prefix, layer), context.lengths_G,
+  )
+  return layout.to_tokens(out, config.delta.key_heads), left, None
+
+
+def backward(
+    config, layout, params, mixed, out, of_mixer, d_out, layer, context,
+    prefix, accumulator, popped,
+):
+  """Pulls a layer's cotangent back; see `mixers.attention.backward`.
+
+  Collectives stand outside of what is differentiated. A chunk of the prefix
+  replaces the cotangent of what it left behind by that of what it continued
+  from; tails add to it.
+  """
+  del out, of_mixer
+  tokens = context.positions_GT.shape[1]
+  of_heads = _heads(config, layout, mixed, tokens)
+  (_, left), pull = jax.vjp(
+      lambda params, mixed, left: _mix(
+          config, layout, params, mixed, left, context.lengths_G
+      ),
+      params, of_heads, _at(prefix, layer),
+  )
+  if popped is None:
+    d_left = jax.tree.map(jnp.zeros_like, left)
+  else:
+    d_left = jax.tree.map(
+        lambda total, x: (popped.scale * total).astype(x.dtype),
+        _at(accumulator, layer), left,
+    )
+  d_params, d_heads, d_before = pull((layout.to_heads(d_out), d_left))
+  if accumulator is not None:
+    def add(total, new):
+      if popped is not None:
+        return total.at[layer].set(new.astype(total.dtype))
+      return total.at[layer].add(new.astype(total.dtype))
+
+    accumulator = jax.tree.map(add, accumulator, d_before)
+  d_mixed = tuple(
+      layout.to_tokens(d, config.delta.key_heads).reshape(x.shape)
+      for d, x in zip(d_heads, mixed, strict=True)
+  )
+  return d_mixed, d_params, accumulator
+
+
+def cache(config, count, branches, tokens, stack: Recurrent) -> Left:
+  """A copy for every branch, [L, K, G, ...]."""
+  del config, count, tokens
+  return jax.tree.map(
+      lambda x: jnp.broadcast_to(
+          jnp.moveaxis(x, 1, 2),
+          (x.shape[0], x.shape[2], branches, *x.shape[3:]),
+      ),
+      stack.now,
+  )
+
+
+def decode(
+    config, params, mixed, layer, cache: Left, stack, length, slots_GT
+):
+  """One layer of one new token, T = 1; see `mixers.attention.decode`.
+
+  What a token has been added to cannot be taken back.
+  """
+  del stack, length
+  delta, (branches, tokens) = config.delta, slots_GT.shape
+  channels, rates = (
+      x.reshape(branches, tokens, delta.key_heads, -1) for x in mixed
+  )
+  own = gated_delta.Parameters(
+      params["filter"], params["log_rate"], params["rate_bias"]
+  )
+  matrix, last = (x.swapaxes(0, 1) for x in _at(cache, layer))
+  out, *left = gated_delta.step(
+      own, channels, rates, matrix, last, key_dim=delta.key_dim
+  )
+  cache = jax.tree.map(
+      lambda x, new: x.at[layer].set(new.swapaxes(0, 1).astype(x.dtype)),
+      cache, Left(*left),
+  )
+  return out, cache

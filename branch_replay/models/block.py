@@ -1,0 +1,53 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One layer of any kind: its stages in order."""
+
+import functools
+
+import flax.linen as nn
+
+from branch_replay import config as config_lib
+from branch_replay.models import delta_layers
+from branch_replay.models import latent_layers
+from branch_replay.models import layers
+
+
+def ends(kind: str):
+  """The stages before and after the mixer of a kind of layer."""
+  if kind == "delta":
+    return delta_layers.DeltaProject, delta_layers.DeltaJoin
+  if kind == "latent":
+    return latent_layers.LatentProject, latent_layers.LatentJoin
+  return layers.Project, layers.Join
+
+
+class Block(nn.Module):
+  """The stages in order, around a caller's attention where there is one."""
+
+  config: config_lib.ModelConfig
+  kind: str = "full"
+
+  def setup(self):
+    project, join = ends(self.kind)
+    self.project, self.join = project(self.config), join(self.config)
+    if self.kind == "delta":
+      self.recur = delta_layers.DeltaMixer(self.config)
+    elif self.kind == "latent":
+      self.rotate = latent_layers.LatentRotate(self.config)
+    else:
+      self.rotate = layers.Rotate(self.config)
+    self.expand = layers.Expand(self.config)
+    self.contract = layers.Contract(self.config)
+
+  def __call__(self, x_GTM, positions_GT, attend):
+    if self.kind == "delta":
+      channels, rates, gate = self.project(x_GTM)
+      out = self.recur(channels, rates, x_GTM.shape[1])
+      h_GTM = self.join(x_GTM, out, gate)
+    else:
+      window = self.config.window_of(self.kind)
+      if window is not None:
+        attend = functools.partial(attend, window=window)
+      q, k, v = self.rotate(*self.project(x_GTM), positions_GT)
+      h_GTM = self.join(x_GTM, attend(q, k, v))
+    return self.contract(h_GTM, *self.expand(h_GTM)), None

@@ -1,0 +1,95 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of a latent attention layer that differ from those of attention.
+
+A token leaves behind one vector for all heads: a latent c of C numbers and a
+rotated key r of D_r. Head h has the key (K_h c, r) and the value V_h c. With
+q = (n, s) the score is n·K_h c + s·r = (K_hᵀ n, s)·(c, r), so queries can be
+brought to the latent and attend to (c, r) as one shared head, and values be
+made from the attended latent:
+
+  out_h = V_h Σ p c,    p = softmax((K_hᵀ n, s)·(c, r) / √(D_n + D_r)).
+
+Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+from branch_replay.models import layers
+from branch_replay.ops import rope
+
+
+class LatentProject(nn.Module):
+  """x_GTM ↦ queries (or their latent) and the shared latent, as projected."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x_GTM):
+    config, latent = self.config, self.config.latent
+    normed_NM = layers.rows(layers.norm(config, "norm")(x_GTM))
+    queries = latent.query_rank or config.num_heads * latent.query_dim
+    return (
+        layers.linear(config, queries, "query")(normed_NM),
+        layers.linear(config, latent.slot, "latent")(normed_NM),
+    )
+
+
+class LatentRotate(nn.Module):
+  """Projections ↦ what attention reads: q [1, G, heads, T, C + D_r], (c, r)."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, query, latent_NX, positions_GT):
+    config, latent = self.config, self.config.latent
+    heads, rank = config.num_heads, latent.rank
+    if latent.query_rank:
+      normed = layers.norm(config, "query_norm")(query)
+      width = heads * latent.query_dim
+      query = layers.linear(config, width, "query_up")(normed)
+    key_up_HDC = self.param(
+        "key_up", nn.initializers.normal(rank**-0.5),
+        (heads, latent.nope_dim, rank), config.param_dtype,
+    ).astype(config.compute_dtype)
+    shape = positions_GT.shape
+    q_GTND = query.reshape(*shape, heads, latent.query_dim)
+    nope_GTND, turned_GTND = jnp.split(q_GTND, [latent.nope_dim], axis=-1)
+    c_NC, key_ND = jnp.split(latent_NX, [rank], axis=-1)
+    c_GTC = layers.norm(config, "latent_norm")(c_NC).reshape(*shape, rank)
+
+    def turn(x_GTND):
+      return rope.rotate(
+          x_GTND, positions_GT, theta=config.rope_theta,
+          scaling=config.rope_scaling,
+      )
+
+    turned_GTND = turn(turned_GTND)
+    r_GTD = turn(key_ND.reshape(*shape, 1, latent.rope_dim))[:, :, 0]
+    left_GTC = jnp.einsum("gtnd,ndc->gtnc", nope_GTND, key_up_HDC)
+    slots = jnp.concatenate([c_GTC, r_GTD], axis=-1)[None]
+    q = jnp.concatenate([left_GTC, turned_GTND], axis=-1)
+    # The op divides by the root of what it sees as the size of a head.
+    q *= (latent.slot / latent.query_dim) ** 0.5
+    return q.transpose(0, 2, 1, 3)[None], slots, slots
+
+
+class LatentJoin(nn.Module):
+  """Residual stream plus the values made of attended latents, projected."""
+
+  config: config_lib.ModelConfig
+
+  @nn.compact
+  def __call__(self, x_GTM, out_KGRTD):
+    config, latent = self.config, self.config.latent
+    value_up = self.param(
+        "value_up", nn.initializers.normal(latent.rank**-0.5),
+        (config.num_heads, latent.rank, latent.value_dim), config.param_dtype,
+    ).astype(config.compute_dtype)
+    attended = out_KGRTD[0, ..., : latent.rank]
+    values = jnp.einsum("gntc,nce->gtne", attended, value_up)
+    flat = values.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
+    joined_NM = layers.linear(config, config.width, "output")(flat)
+    return x_GTM + joined_NM.reshape(x_GTM.shape)
