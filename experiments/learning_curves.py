@@ -121,7 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """
   workdir = pathlib.Path(workdir).resolve()
   for changes in variants(config).values():
-    train.check_fields(changed(base_of(config, 0), changes))
+    train.build(changed(base_of(config, 0), changes))
   done = record.resume(workdir, config)
   results = {
       "environment": record.environment(), "config": config.to_dict(),
@@ -156,14 +156,6 @@ def by_variant(results: dict) -> dict[str, list[dict]]:
 def final(one: dict) -> float:
   """Held-out reward at the end of a run."""
   return one["evaluated"][-1][1]
-
-
-def reached(one: dict, reward: float) -> tuple[int, float] | None:
-  """Step and seconds when held-out reward is first so high, or None."""
-  for step, value in one["evaluated"]:
-    if value >= reward:
-      return step, one["seconds"][step - 1]
-  return None
 
 
 def table(results: dict) -> str:

@@ -108,7 +108,8 @@ def of_batch(phase, params, number: int, counts) -> list[dict]:
   """
   learner = phase.learner
   train_state = step_lib.create(
-      jax.tree.map(jnp.copy, params), learner.optimizer
+      jax.tree.map(jnp.copy, params), learner.optimizer,
+      trainable=learner.trainable,
   )
   batch = sampled(phase, params, number)
   known, rows = learner.know(params, batch, version=0), []
@@ -118,6 +119,8 @@ def of_batch(phase, params, number: int, counts) -> list[dict]:
           "batch": number, "updates": updates,
           **measure(learner, train_state, batch, known),
       })
+    if updates == max(counts):
+      break
     train_state = learner.update(
         train_state, batch, known, version=updates, key=jax.random.key(0),
         stale=True,

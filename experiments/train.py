@@ -114,10 +114,11 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
       if not (isinstance(value, ml_collections.ConfigDict) and "kind" in value)
   }
   _same_fields(rest, {name: known[name] for name in of_run}, "")
-  geometry = {field.name for field in dataclasses.fields(br.ModelConfig)}
-  for name in config.model:
-    if name not in geometry:
-      raise task_lib.unknown("field of model", name, geometry)
+  for part, kind in (("model", br.ModelConfig), ("schedule", br.Schedule)):
+    fields = {field.name for field in dataclasses.fields(kind)} - {"layout"}
+    for name in config[part]:
+      if name not in fields:
+        raise task_lib.unknown(f"field of {part}", name, fields)
 
 
 def _same_fields(mine, known, where: str) -> None:
@@ -253,7 +254,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
   workdir = pathlib.Path(workdir).resolve()
   mine = json.loads(json.dumps(config.to_dict()))
   file = workdir / "config.json"
-  if file.exists() and json.loads(file.read_text()) != mine:
+  # Where a run is computed is no part of what it is.
+  if file.exists() and json.loads(file.read_text()) | {"devices": 1} != (
+      mine | {"devices": 1}
+  ):
     raise ValueError(
         f"{workdir} holds a run of another config: take another --workdir."
     )
@@ -272,10 +276,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
         f"{phase['name']}: held-out reward {phase['reward']:.3f} after "
         f"{phase['seconds']:.0f} s"
     )
-  print(
-      f"Wrote {workdir / metrics.FILE}, results.json, checkpoints and model "
-      "beside it."
-  )
+  print(f"Wrote {workdir / metrics.FILE} and more beside it.")
   return rows
 
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training experiment: a run as users make it, and what it refuses."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import chex
 import pytest
 
 import branch_replay as br
+from branch_replay.training import checkpoints
 from branch_replay.training import metrics
 from configs import train_smoke
 from configs import train_smollm2
@@ -50,6 +50,11 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
     ({"short.stepz": 3}, "Did you mean 'steps'"),
     ({"learning_rate": 3}, "Unknown field of the config"),
     ({"model.widht": 3}, "Did you mean 'width'"),
+    ({"schedule.chunk_sise": 1}, "Did you mean 'chunk_size'"),
+    ({"short.prompts": 0}, "prompts"),
+    ({"short.max_tokens": 2}, "max_tokens=2"),
+    ({"reinforce.max_tokens": 10000}, "max_positions"),
+    ({"evaluation.max_tokens": 10000}, "max_positions"),
     ({"task.name": "retreival"}, "Did you mean 'retrieval'"),
     ({"task.distractor": 1}, "Did you mean 'distractors'"),
     ({"reinforce.branches": 1}, "group of one"),
@@ -86,11 +91,20 @@ def test_all_configs_have_the_fields_that_are_read(of):
 
 
 def test_algorithms_by_name(config):
-  for name in ("grpo", "dapo", "gspo", "reinforce", "ppo", "dpo", "ipo"):
+  for name in train._ALGORITHMS:
     with config.unlocked():
       config.reinforce.algorithm.name = name
-      config.reinforce.algorithm.settings = {}
+      settings = {"max_tokens": 5} if name == "dr_grpo" else {}
+      config.reinforce.algorithm.settings = settings
     train.algorithm_of(config.reinforce)
+
+
+def test_another_number_of_devices_goes_on(tmp_path, config):
+  config.reinforce.hold = "nothing"
+  config.reinforce.steps = 1
+  rows = train.run(config, tmp_path / "run")
+  config.devices = 2
+  assert train.run(config, tmp_path / "run") == rows
 
 
 def test_a_terminated_run_saves_and_goes_on(tmp_path, config):
@@ -99,15 +113,24 @@ def test_a_terminated_run_saves_and_goes_on(tmp_path, config):
       "--config=configs/train_smoke.py", f"--workdir={tmp_path / 'run'}",
       f"--config.data_dir={config.data_dir}", "--config.reinforce.steps=400",
   ]
-  environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1"}
-  process = subprocess.Popen(
-      command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-      env=environment,
-  )
-  while len(metrics.read(tmp_path / "run")) < 4 and process.poll() is None:
-    time.sleep(0.2)
-  process.send_signal(signal.SIGTERM)
-  output, _ = process.communicate(timeout=120)
-  assert process.returncode == 0 and "goes on from there" in output
-  rows = metrics.read(tmp_path / "run")
-  assert f"Stopped after step {rows[-1]['step']} of 402" in output
+
+  def until(rows: int):
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )
+    while (
+        len(metrics.read(tmp_path / "run")) < rows and process.poll() is None
+    ):
+      time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "goes on from there" in output
+    found = metrics.read(tmp_path / "run")
+    assert [row["step"] for row in found] == list(range(len(found)))
+    assert f"Stopped after step {found[-1]['step']} of 402" in output
+    with checkpoints.Checkpoints(tmp_path / "run" / "checkpoints") as saved:
+      assert saved.latest() == found[-1]["step"]
+    return found
+
+  before = until(4)
+  assert until(len(before) + 2)[: len(before)] == before

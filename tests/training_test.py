@@ -13,8 +13,10 @@ import optax
 import pytest
 
 import branch_replay as br
+from branch_replay import adapters
 from branch_replay import sharding
 from branch_replay import tasks
+from branch_replay.config import Adapter
 from branch_replay.rl import objectives
 from branch_replay.rl import preference
 from branch_replay.tasks import task as task_lib
@@ -196,20 +198,28 @@ def test_updates_of_one_batch_move_the_ratio_and_capture_anew(small):
 
 def test_groups_without_a_preference_are_drawn_again(small):
   model, params = small
+  order = task_of().examples("train", seed=0)
+  first = [next(order).id for _ in range(6)]
 
-  def by_length(row, ids):
-    return 0.5 if row.id in ("row-1", "row-3") else len(ids) / 4
+  def outcome(dead, most):
+    def score(row, ids):
+      return 0.0 if row.id in dead else len(ids) / 4
 
-  def outcome(most):
     train_state = step_lib.create(jax.tree.map(jnp.copy, params), ADAM)
-    return reinforce(
-        model, task=task_of(by_length), most_prompts=most
-    ).step(train_state, None, 0, jax.random.key(7))
+    return reinforce(model, task=task_of(score), most_prompts=most).step(
+        train_state, None, 0, jax.random.key(7)
+    )
 
-  as_they_come, again = outcome(None), outcome(5)
-  assert as_they_come.scalars["prompts_drawn"] == 2
-  assert 2 <= again.scalars["prompts_drawn"] <= 5
-  assert again.position == again.scalars["prompts_drawn"]
+  as_they_come = outcome(first[:2], None)
+  assert as_they_come.scalars["prompts_drawn"] == as_they_come.position == 2
+  assert as_they_come.scalars["grad_norm"] == 0
+  replaced = outcome(first[:2], 6)  # by the third and the fourth at least
+  assert 4 <= replaced.scalars["prompts_drawn"] == replaced.position <= 6
+  assert replaced.scalars["grad_norm"] > 0
+  no_more = outcome(first, 3)
+  assert no_more.scalars["prompts_drawn"] == no_more.position == 3
+  assert no_more.scalars["dead_groups"] == 1
+  assert no_more.scalars["grad_norm"] == 0
 
 
 def test_drift_grows_from_nothing(x64):
@@ -233,7 +243,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, small):
   model, params = small
   straight = loop.train(run_of(model), params, tmp_path / "straight")
   # Stopped in the middle of a phase, and between the two.
-  for at in (1, 2, 4):
+  for at in (0, 1, 2, 4):
     folder = tmp_path / f"stopped{at}"
     with pytest.raises(RuntimeError, match="killed"):
       loop.train(killed_after(run_of(model), at), params, folder)
@@ -246,18 +256,28 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, small):
 
 
 def test_the_reference_policy_survives_a_restart(tmp_path, small):
+  """Of each phase its own, also where a phase that is over is resumed."""
   model, params = small
   algorithm = algorithms.PolicyGradient(objectives.grpo(kl_coefficient=0.5))
-  run = run_of(model, algorithm=algorithm)
+  task = task_of()
+  run = dataclasses.replace(
+      run_of(model),
+      phases=(
+          reinforce(model, algorithm, task=task, steps=3, name="first"),
+          reinforce(model, algorithm, task=task, steps=2, name="second"),
+      ),
+      checkpoint_every=2,
+  )
   straight = loop.train(run, params, tmp_path / "straight")
   with pytest.raises(RuntimeError, match="killed"):
-    loop.train(
-        killed_after(run_of(model, algorithm=algorithm), 4), params,
-        tmp_path / "stopped",
-    )
+    loop.train(killed_after(run, 3), params, tmp_path / "stopped")
   resumed = loop.train(run, params, tmp_path / "stopped")
   chex.assert_trees_all_equal(resumed, straight)
-  assert metrics.read(tmp_path / "stopped")[-1]["kl_reference"] > 0
+  rows, wanted = (
+      [row.get("kl_reference") for row in metrics.read(tmp_path / name)]
+      for name in ("stopped", "straight")
+  )
+  assert rows == wanted and rows[3] > 0
 
 
 def test_a_value_head_appears_with_the_phase_that_reads_it(tmp_path, small):
@@ -357,6 +377,13 @@ def test_eight_devices_learn_as_one_does(x64):
          "capture_every": 2},
         "capture_every",
     ),
+    ({"mode": "full", "capture_every": 2}, "capture_every"),
+    ({"rollouts": experience.Rollouts(4, 500)}, "max_positions"),
+    (
+        {"algorithm": algorithms.Preference(preference.Dpo()),
+         "schedule": br.Schedule(branches_at_once=3)},
+        "pairs",
+    ),
     (
         {"rollouts": experience.Rollouts(3, 5),
          "algorithm": algorithms.Preference(preference.Dpo())},
@@ -366,6 +393,40 @@ def test_eight_devices_learn_as_one_does(x64):
 def test_what_does_not_go_together_is_refused(small, changes, message):
   with pytest.raises(ValueError, match=message):
     reinforce(small[0], **changes)
+
+
+def test_a_value_head_is_not_trained_with_adapters(small):
+  model, params = adapters.add(
+      *small, Adapter(2, 2.0), jax.random.key(0)
+  )
+  del params
+  with pytest.raises(ValueError, match="value head"):
+    learner(
+        model, algorithms.ProximalPolicy(objectives.ppo()),
+        trainable="adapters",
+    )
+
+
+@pytest.mark.parametrize("algorithm", [
+    GRPO, algorithms.ProximalPolicy(objectives.ppo()),
+], ids=["grpo", "ppo"])
+def test_later_updates_compile_nothing(small, algorithm):
+  model, params = small
+  params = actor_critic.add_head(params, model.config)
+  mine, (batch,) = learner(model, algorithm), recorded(model, params, 1)
+  known = mine.know(params, batch, version=0)
+  train_state = step_lib.create(jax.tree.map(jnp.copy, params), ADAM)
+  compiled, counts = [], []
+  jax.monitoring.register_event_duration_secs_listener(
+      lambda name, *_, **__: compiled.append(name)
+      if name.endswith("backend_compile_duration") else None
+  )
+  for number in range(3):
+    train_state = mine.update(
+        train_state, batch, known, version=number, key=jax.random.key(number)
+    ).train_state
+    counts.append(len(compiled))
+  assert counts[0] and counts[1] == counts[2], counts
 
 
 def test_a_reward_that_fails_names_the_example(small):

@@ -153,7 +153,7 @@ class ProximalPolicy:
     trace: λ.
     value_coefficient: of the value loss.
     value_clip: ε of the value loss, or None.
-    whiten: whether advantages are whitened over the batch.
+    whiten: whether advantages are whitened over the groups of an update.
     temperature: the sampler's.
   """
 
@@ -189,7 +189,7 @@ class ProximalPolicy:
     last_NGT = at_T[None, None] == lengths_NG[..., None] - 1
     rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
     rewards_NGT = jnp.where(last_NGT, rewards_NG[..., None], 0)
-    advantages_NGT, returns_NGT = advantages.gae(
+    advantages_NGT, returns_NGT = _gae(
         rewards_NGT, values_NGT, mask_NGT, discount=self.discount,
         trace=self.trace,
     )
@@ -255,6 +255,9 @@ class Preference:
         "ordered": metrics.mean(margin_N > 0, there_N),
     }
 
+
+# Not under `jit`, its scan would be compiled anew by every call.
+_gae = jax.jit(advantages.gae, static_argnames=("discount", "trace"))
 
 Algorithm = Supervised | PolicyGradient | ProximalPolicy | Preference
 

@@ -100,15 +100,24 @@ class Checkpoints:
     )
     return found["train_state"]
 
-  def save_reference(self, params) -> None:
-    """Saves the parameters that a run stays close to, and waits for it."""
-    with ocp.StandardCheckpointer() as checkpointer:
-      checkpointer.save(self._directory / "reference", params, force=True)
+  def save_reference(self, phase: int, params) -> None:
+    """Saves what a phase stays close to, and waits for it.
 
-  def restore_reference(self, like) -> Any:
+    Args:
+      phase: its number: a run that is resumed in an earlier phase needs that
+        one's.
+      params: of the reference policy.
+    """
+    with ocp.StandardCheckpointer() as checkpointer:
+      checkpointer.save(self._reference(phase), params, force=True)
+
+  def restore_reference(self, phase: int, like) -> Any:
     """What `save_reference` saved, placed like the given shapes."""
     with ocp.StandardCheckpointer() as checkpointer:
-      return checkpointer.restore(self._directory / "reference", like)
+      return checkpointer.restore(self._reference(phase), like)
+
+  def _reference(self, phase: int) -> pathlib.Path:
+    return self._directory / "references" / str(phase)
 
 
 def shapes(train_state, where=None):

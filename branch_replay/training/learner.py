@@ -70,6 +70,12 @@ class Learner:
   def __post_init__(self):
     schedule_lib.check_mode(self.prefix_gradient)
     adapters.check_trainable(self.trainable, self.model.config)
+    proximal = isinstance(self.algorithm, algorithms.ProximalPolicy)
+    if self.trainable == "adapters" and proximal:
+      raise ValueError(
+          "PPO's value head is no adapter and would stay 0: train all "
+          "parameters, or take an algorithm without a value head."
+      )
 
   @functools.cached_property
   def _gradient(self):

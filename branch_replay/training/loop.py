@@ -80,6 +80,10 @@ class Run:
   def __post_init__(self):
     if not self.phases or any(phase.steps < 1 for phase in self.phases):
       raise ValueError("A run needs phases of at least one step each.")
+    phases_lib.check_room(
+        self.model.config, self.evaluation.task, self.evaluation.split,
+        self.evaluation.rollouts,
+    )
     if self.checkpoint_every < 1:
       raise ValueError(
           f"checkpoint_every must be at least 1, not {self.checkpoint_every}."
@@ -90,16 +94,16 @@ class Run:
     """Of all phases."""
     return sum(phase.steps for phase in self.phases)
 
-  def phase_of(self, step: int) -> tuple[phases_lib.Phase, int]:
-    """The phase that the step after `step` belongs to, and its place there.
+  def place(self, step: int) -> tuple[int, int]:
+    """The number of the phase after `step` steps, and the steps done in it.
 
     Of a run that is complete, its last phase.
     """
-    for phase in self.phases:
+    for number, phase in enumerate(self.phases):
       if step < phase.steps:
-        return phase, step
+        return number, step
       step -= phase.steps
-    return self.phases[-1], self.phases[-1].steps
+    return len(self.phases) - 1, self.phases[-1].steps
 
 
 def train(run: Run, params, workdir: pathlib.Path) -> Any:
@@ -125,7 +129,10 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
     )
     stop = stack.enter_context(_Signals())
     train_state, reference, progress = _begin(run, params, checkpoints)
-    log = stack.enter_context(metrics.Log(workdir, start=progress.step))
+    # Of a run that begins, the row of step 0 is written again.
+    log = stack.enter_context(
+        metrics.Log(workdir, start=progress.step or -1)
+    )
     bar = stack.enter_context(
         tqdm.tqdm(total=run.steps, initial=progress.step, unit="step")
     )
@@ -133,10 +140,13 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
       reward = _evaluate(run, train_state, run.phases[0])
       log.write(0, "before", {"eval/reward": reward})
     while progress.step < run.steps and not stop.requested:
-      phase, place = run.phase_of(progress.step)
+      number, place = run.place(progress.step)
+      phase = run.phases[number]
       bar.set_description(phase.name)
       if place == 0 and progress.step:
-        train_state, reference = _enter(phase, train_state.params, checkpoints)
+        train_state, reference = _enter(
+            run, number, train_state.params, checkpoints
+        )
       outcome = phase.step(
           train_state, reference, progress.position if place else 0,
           jax.random.fold_in(jax.random.key(run.seed), progress.step),
@@ -169,7 +179,7 @@ def _begin(run, params, checkpoints):
   progress = checkpoints.progress()
   if progress is None:
     params = jax.tree.map(lambda x: x.copy(), params)  # a step donates them
-    train_state, reference = _enter(run.phases[0], params, checkpoints)
+    train_state, reference = _enter(run, 0, params, checkpoints)
     return train_state, reference, checkpoints_lib.Progress(0, 0, run.seed)
   if progress.seed != run.seed or progress.step > run.steps:
     raise ValueError(
@@ -178,8 +188,9 @@ def _begin(run, params, checkpoints):
         "workdir."
     )
   # A checkpoint belongs to the phase of the step before it.
-  phase, _ = run.phase_of(max(0, progress.step - 1))
-  for earlier in run.phases[: run.phases.index(phase) + 1]:
+  number, _ = run.place(progress.step - 1)
+  phase = run.phases[number]
+  for earlier in run.phases[: number + 1]:
     params = _with_head(earlier, params)
   like = jax.eval_shape(
       lambda params: step_lib.create(
@@ -193,25 +204,25 @@ def _begin(run, params, checkpoints):
   )
   train_state = checkpoints.restore(checkpoints_lib.shapes(like, where))
   reference = None
-  if _needs_reference(phase):
+  if _needs_reference(phase) and run.place(progress.step)[0] == number:
     of_params = None if where is None else where.params
     reference = checkpoints.restore_reference(
-        checkpoints_lib.shapes(params, of_params)
+        number, checkpoints_lib.shapes(params, of_params)
     )
   return train_state, reference, progress
 
 
-def _enter(phase, params, checkpoints):
+def _enter(run, number: int, params, checkpoints):
   """A new optimizer, and the reference policy where the phase needs one."""
-  params, reference = _with_head(phase, params), None
-  if _needs_reference(phase):
-    reference = jax.tree.map(lambda x: x.copy(), params)
-    checkpoints.save_reference(reference)
-  learner = phase.learner
+  phase = run.phases[number]
+  learner, reference = phase.learner, None
   train_state = step_lib.create(
-      params, learner.optimizer, trainable=learner.trainable,
-      layout=learner.schedule.layout,
+      _with_head(phase, params), learner.optimizer,
+      trainable=learner.trainable, layout=learner.schedule.layout,
   )
+  if _needs_reference(phase):  # placed as the parameters are
+    reference = jax.tree.map(lambda x: x.copy(), train_state.params)
+    checkpoints.save_reference(number, reference)
   return train_state, reference
 
 

@@ -15,11 +15,11 @@ class Log:
 
   Args:
     directory: of metrics.jsonl and TensorBoard's event files.
-    start: steps done; what was logged of later ones is dropped, because they
-      are run again.
+    start: the last step that is done; what was logged of later ones is
+      dropped, because they are run again. −1 drops everything.
   """
 
-  def __init__(self, directory: pathlib.Path, *, start: int = 0):
+  def __init__(self, directory: pathlib.Path, *, start: int = -1):
     self._file = pathlib.Path(directory) / FILE
     self._file.parent.mkdir(parents=True, exist_ok=True)
     rows = [row for row in read(directory) if row["step"] <= start]
@@ -50,6 +50,7 @@ class Log:
       file.write(json.dumps(row) + "\n")
     for name, value in scalars.items():
       self._board.add_scalar(name, value, step)
+    self._board.flush()  # a checkpoint must not be ahead of it
 
 
 def read(directory: pathlib.Path) -> list[dict]:

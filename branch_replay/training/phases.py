@@ -21,6 +21,10 @@ from branch_replay.training import experience as experience_lib
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
 
+_LOOKED_AT = 256  # rows, for the length of their answers
+# What keys are for: numbers that are drawn for one are not those of another.
+_SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
+
 
 class Outcome(NamedTuple):
   """What a step leaves behind.
@@ -59,6 +63,19 @@ class Supervised:
   max_tokens: int
   seed: int
   schedule: Callable[[int], Any]
+
+  def __post_init__(self):
+    if self.prompts < 1:
+      raise ValueError(f"prompts must be at least 1, not {self.prompts}.")
+    rows = self.task.split("train")
+    longest = max(
+        rows[at].answer_ids.size for at in range(min(_LOOKED_AT, len(rows)))
+    )
+    if self.max_tokens < longest:
+      raise ValueError(
+          f"max_tokens={self.max_tokens} of phase {self.name!r}: there are "
+          f"answers of {longest} tokens."
+      )
 
   def step(self, train_state, reference, position: int, key) -> Outcome:
     """One update; see `Reinforce.step`."""
@@ -154,9 +171,11 @@ class Reinforce:
       The outcome.
     """
     version = int(train_state.step)
-    params = on_one_device(train_state.params, self.learner)
     with Clock() as sampling:
-      batch, drawn, position = self._sample(params, position, key, version)
+      batch, drawn, position = self._sample(
+          on_one_device(train_state.params, self.learner), position,
+          jax.random.fold_in(key, _SAMPLING), version,
+      )
     with Clock() as learning:
       tokens = experience_lib.width(batch)
       batch = [experience_lib.trim(one, tokens) for one in batch]
@@ -169,12 +188,14 @@ class Reinforce:
         if number and fresh:
           batch = [experience_lib.bare(one) for one in batch]
           if self.capture_every > 1:
-            batch = [self._captured(train_state, one) for one in batch]
+            for place in self._replayed(number, size):
+              batch[place] = self._captured(train_state, batch[place])
         part = number % self.updates
         here = slice(part * size, (part + 1) * size)
         update = self.learner.update(
             train_state, batch[here], known[here], version=version + number,
-            key=jax.random.fold_in(key, number), stale=not fresh,
+            key=jax.random.fold_in(jax.random.fold_in(key, _CHUNKS), number),
+            stale=not fresh,
         )
         train_state = update.train_state
         if self.capture_every == 1:  # these states have had their only use
@@ -212,6 +233,15 @@ class Reinforce:
         batch.append(one)
       if len(batch) == self.prompts:
         return batch, drawn, examples.position
+
+  def _replayed(self, number: int, size: int) -> list[int]:
+    """Places in the batch that the updates of one capture read."""
+    left = self.epochs * self.updates - number
+    parts = {
+        (number + later) % self.updates
+        for later in range(min(self.capture_every, left))
+    }
+    return [part * size + at for part in sorted(parts) for at in range(size)]
 
   def _captured(self, train_state, one):
     return experience_lib.recapture(
@@ -290,7 +320,8 @@ def evaluate(
   Returns:
     The mean over prompts and answers.
   """
-  key, rewards = jax.random.key(seed), []
+  key = jax.random.fold_in(jax.random.key(seed), _EVALUATION)
+  rewards = []
   for number in range(prompts):
     one = experience_lib.collect(
         model, params, task, task.split(split)[number], rollouts,
@@ -298,6 +329,20 @@ def evaluate(
     )
     rewards.append(one.rewards.mean())
   return float(np.mean(rewards))
+
+
+def check_room(config, task, split: str, rollouts) -> None:
+  """Raises ValueError for prompts and answers the model has no positions for.
+
+  The first prompt stands for all.
+  """
+  prompt = task.split(split)[0].prompt_ids.size
+  if prompt + rollouts.max_tokens > config.max_positions:
+    raise ValueError(
+        f"A prompt of {prompt} tokens and answers of max_tokens="
+        f"{rollouts.max_tokens} exceed the model's max_positions="
+        f"{config.max_positions}."
+    )
 
 
 def check_together(phase: Reinforce):
@@ -330,5 +375,16 @@ def check_together(phase: Reinforce):
         f"hold={rollouts.hold!r}: sampling runs on one device and its states "
         "stay there; on several devices take hold='nothing'."
     )
-  if phase.capture_every > 1 and rollouts.hold == "nothing":
-    raise ValueError("capture_every > 1 needs hold='state' or 'activations'.")
+  if phase.capture_every > 1 and (
+      rollouts.hold == "nothing" or phase.learner.prefix_gradient == "full"
+  ):
+    raise ValueError(
+        f"capture_every={phase.capture_every} replays held states: it needs "
+        "hold='state' or 'activations', and a prefix_gradient that is not "
+        "'full'."
+    )
+  at_once = phase.learner.schedule.branches_at_once
+  pairs = isinstance(algorithm, algorithms.Preference)
+  if pairs and at_once is not None and at_once < branches and at_once % 2:
+    raise ValueError(f"branches_at_once={at_once} would divide pairs.")
+  check_room(phase.learner.model.config, phase.task, "train", rollouts)
