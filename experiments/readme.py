@@ -213,6 +213,17 @@ def over_shapes(results: dict) -> str:
   )
 
 
+def learned(results: dict) -> str:
+  """Held-out reward after each phase of a training run."""
+  head = "| after | step | held-out reward | s |\n|---|---|---|---|\n"
+  names = {"before": "nothing"}
+  return head + "".join(
+      f"| {names.get(phase['name'], phase['name'])} | {phase['step']} "
+      f"| {phase['reward']:.3f} | {phase['seconds']:.0f} |\n"
+      for phase in results["phases"]
+  )
+
+
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
@@ -223,6 +234,8 @@ _FORMS = {
     "bias_sweep.estimators": by_estimator,
     "bias_sweep.overall": over_shapes,
     "bias_training": training,
+    "train_smollm2": learned,
+    "train_tiny": learned,
 }
 
 
@@ -238,7 +251,7 @@ def render(text: str) -> str:
   return _TABLE.sub(table, text)
 
 
-PAGES = ("README.md", "docs/planning.md", "docs/bias.md")
+PAGES = ("README.md", "docs/planning.md", "docs/bias.md", "docs/training.md")
 
 
 if __name__ == "__main__":
