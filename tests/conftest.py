@@ -3,6 +3,7 @@
 """Strict modes for all tests."""
 
 import os
+import pathlib
 
 # The tests compile much and run little. Code generation without optimization
 # takes a quarter of the time; the programs that XLA schedules are the same.
@@ -25,3 +26,15 @@ def x64():
   """float64 inside the test."""
   with jax.enable_x64(True):
     yield
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs():
+  """Every compiled program holds memory maps, and a process may have 65530.
+
+  Without this the suite's later tests crash inside of the compiler.
+  """
+  yield
+  maps = pathlib.Path("/proc/self/maps")  # of Linux
+  if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    jax.clear_caches()
