@@ -9,7 +9,8 @@ sequences.
 
   python -m experiments.learning_curves --config=configs/learning_algorithms.py
 
-Cost: half an hour on two cores; may be interrupted and started again.
+Not run in full yet. Estimated cost:
+half an hour on two cores; may be interrupted and started again.
 """
 
 import ml_collections

@@ -8,7 +8,8 @@ of the stale replay from those of a fresh capture?
 
   python -m experiments.staleness --config=configs/staleness.py
 
-Cost: ten minutes on two cores, most of it the warm-up.
+Not run in full yet. Estimated cost:
+ten minutes on two cores, most of it the warm-up.
 """
 
 import ml_collections

@@ -10,7 +10,7 @@ with the exact gradient of branch replay, or with the prefix held constant:
   python -m experiments.train --config=configs/train_smollm2.py \
     --config.prefix_gradient=stop --workdir=runs/train_smollm2_stop
 
-Cost: about 50 minutes on two cores; may be interrupted and started again.
+Cost: about 35 minutes on two cores; may be interrupted and started again.
 """
 
 import ml_collections
