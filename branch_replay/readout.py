@@ -51,6 +51,17 @@ class LogProbs:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+  """Hidden states after the final norm: what a learned drafter reads."""
+
+  def __call__(
+      self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
+  ):
+    del model, params, targets_N, layout
+    return hidden_NM
+
+
 def chunked(
     readout, model: decoder.Decoder, params, y_GTM, targets_GT, *,
     tokens: int, layout: layout_lib.Layout = layout_lib.Layout(),

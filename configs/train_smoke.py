@@ -26,6 +26,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.reinforce.steps = 2
   config.reinforce.prompts = 2
   config.reinforce.optimizer.warmup = 1
+  config.reinforce.speculation.drafter = "learned"
+  config.reinforce.speculation.draft_lengths = (0, 1)
+  config.reinforce.speculation.studies.updates = 1
+  config.reinforce.speculation.studies.width = 8
   config.evaluation.prompts = 2
   config.evaluation.every = 2
   config.checkpoint_every = 1

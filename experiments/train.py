@@ -12,6 +12,7 @@ where an earlier one was stopped.
 import dataclasses
 import json
 import pathlib
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from branch_replay import sharding
 from branch_replay import tasks
 from branch_replay.rl import objectives
 from branch_replay.rl import preference
+from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout.drafters import files as drafter_files
 from branch_replay.tasks import task as task_lib
 from branch_replay.training import algorithms
 from branch_replay.training import experience
@@ -32,6 +35,7 @@ from branch_replay.training import loop
 from branch_replay.training import metrics
 from branch_replay.training import optimizers
 from branch_replay.training import phases as phases_lib
+from branch_replay.training.drafting import speculator as speculator_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from configs import train_tiny
 from experiments import cli
@@ -210,7 +214,34 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
   return phases_lib.Reinforce(
       name, task, learner(algorithm_of(of)), rollouts, of.steps, of.prompts,
       of.epochs, of.updates, of.capture_every, of.most_prompts or None,
-      config.seed, rate,
+      config.seed, rate, speculator_of(of, model, config.seed, schedule),
+  )
+
+
+def speculator_of(of, model, seed: int, schedule):
+  """What drafts for the rollouts of a reinforcement phase, or None."""
+  kinds = ("none", *get_args(speculator_lib.Kind))
+  if of.speculation.drafter not in kinds:
+    raise task_lib.unknown("speculation.drafter", of.speculation.drafter, kinds)
+  if of.speculation.drafter == "none":
+    return None
+  studies = None
+  if of.speculation.drafter == "learned":
+    settings = of.speculation.studies.to_dict()
+    rate = settings.pop("learning_rate")
+    settings["until"] = settings["until"] or None
+    studies = speculator_lib.Studies(
+        optimizers.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0,
+                         clip_norm=1.0),
+        **settings,
+    )
+  return speculator_lib.Speculator(
+      model, of.speculation.drafter, studies=studies, seed=seed,
+      tuner=tuner_lib.Tuner(
+          of.speculation.draft_lengths, epsilon=of.speculation.epsilon,
+          seed=seed,
+      ),
+      temperature=of.temperature, schedule=schedule,
   )
 
 
@@ -271,6 +302,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
   record.write_json(workdir / "results.json", results)
   if config.export:
     export(problem, params, workdir / "model")
+    export_drafters(problem, workdir / "model")
   for phase in results["phases"]:
     print(
         f"{phase['name']}: held-out reward {phase['reward']:.3f} after "
@@ -324,6 +356,15 @@ def export(problem: Problem, params, directory: pathlib.Path) -> None:
       stop_ids=source.stop_ids, bos_id=source.bos_id,
       chat_template=source.chat_template,
   )
+
+
+def export_drafters(problem: Problem, directory: pathlib.Path) -> None:
+  """Writes what was trained beside the model, to be read by `files.load`."""
+  for phase in problem.run.phases:
+    if phase.speculator is not None and phase.speculator.reads_states:
+      drafter_files.save(
+          directory / f"drafter_{phase.name}", phase.speculator.drafter
+      )
 
 
 if __name__ == "__main__":

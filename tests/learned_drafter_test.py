@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
+from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
@@ -20,7 +21,6 @@ from branch_replay.rollout.drafters import vocabulary
 from branch_replay.rollout.problem import Inputs
 from branch_replay.rollout.problem import Task
 from tests import drafters
-from tests import readout_test
 from tests import sample_test
 from tests import speculative_test
 from tests import tiny
@@ -170,7 +170,7 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   # Trained on what a readout of `replay` gives.
   group = br.Group.create(PROMPT, np.asarray(answers.tokens), config=CONFIG)
   hidden_GTM = br.replay(
-      decoder, params, group, state=state, readout=readout_test.Hidden(),
+      decoder, params, group, state=state, readout=readout_lib.Hidden(),
       prefix_gradient="stop",
   )[:, :20]
   predict = jax.jit(lambda *arrays: learned_loss.predict(

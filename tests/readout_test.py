@@ -43,20 +43,11 @@ class Value:
     return hidden_NM @ params["value"]["kernel"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Hidden:
-  """The hidden states themselves, as a drafter would read them."""
-
-  def __call__(self, model, params, hidden_NM, targets_N, layout):
-    del model, params, targets_N, layout
-    return hidden_NM
-
-
 READOUTS = {
     "log_probs": br.LogProbs(0.6),
     "entropy": LogProbAndEntropy(),
     "value": Value(),
-    "hidden": Hidden(),
+    "hidden": readout_lib.Hidden(),
 }
 
 

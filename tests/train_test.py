@@ -11,6 +11,7 @@ import chex
 import pytest
 
 import branch_replay as br
+from branch_replay.rollout.drafters import files as drafter_files
 from branch_replay.training import checkpoints
 from branch_replay.training import metrics
 from configs import train_smoke
@@ -36,6 +37,11 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
   assert exported.config.width == config.model.width
   assert exported.stop_ids == (2,)
   assert list((tmp_path / "run" / "tensorboard").iterdir())
+  assert [row["draft/version"] for row in rows[3:]] == [1, 2]
+  drafter = drafter_files.load(
+      tmp_path / "run/model/drafter_reinforce", exported.model, exported.params
+  )
+  assert drafter.vocabulary.size == 64
   # Once more, everything is there: nothing is run, and the result is the same.
   assert train.run(config, tmp_path / "run") == rows
   chex.assert_trees_all_equal(
@@ -61,6 +67,10 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
     ({"reinforce.algorithm.name": "grop"}, "Did you mean 'grpo'"),
     ({"reinforce.algorithm.settings.klip": 1}, "klip"),
     ({"reinforce.hold": "all"}, "hold"),
+    ({"reinforce.hold": "nothing"}, "learned drafter reads the states"),
+    ({"reinforce.speculation.drafter": "lerned"}, "Did you mean 'learned'"),
+    ({"reinforce.speculation.draft_lengths": (1, 2)}, "0 among them"),
+    ({"reinforce.speculation.studies.row": 2}, "Did you mean 'rows'"),
     ({"reinforce.optimizer.decay": "cosin"}, "decay"),
     ({"prefix_gradient": "exactly"}, "exactly"),
     ({"evaluation.prompts": 1000}, "prompts=1000"),
@@ -101,6 +111,7 @@ def test_algorithms_by_name(config):
 
 def test_another_number_of_devices_goes_on(tmp_path, config):
   config.reinforce.hold = "nothing"
+  config.reinforce.speculation.drafter = "none"
   config.reinforce.steps = 1
   rows = train.run(config, tmp_path / "run")
   config.devices = 2

@@ -89,6 +89,7 @@ def collect(
     key,
     version: int,
     schedule: Schedule = Schedule(),
+    speculator=None,
 ) -> Experience:
   """Samples answers to one prompt and asks the task what they are worth.
 
@@ -101,6 +102,7 @@ def collect(
     key: a PRNG key of this prompt and step.
     version: u32 that stands for these parameters.
     schedule: of the capture.
+    speculator: a `drafting.speculator.Speculator` that drafts, or None.
 
   Returns:
     The experience.
@@ -119,7 +121,10 @@ def collect(
       model, params, example.prompt_ids, key=key, branches=rollouts.branches,
       max_tokens=rollouts.max_tokens, law=rollouts.law,
       stop_ids=task.stop_ids, state=state, version=version,
+      **({} if speculator is None else speculator.options(rollouts.branches)),
   )
+  if speculator is not None:
+    speculator.saw(rollout)
   tokens, lengths, log_probs, finished = jax.device_get(
       (rollout.tokens, rollout.lengths, rollout.log_probs, rollout.finished)
   )

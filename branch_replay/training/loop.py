@@ -128,6 +128,10 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
         checkpoints_lib.Checkpoints(workdir / "checkpoints")
     )
     stop = stack.enter_context(_Signals())
+    for one in run.phases:
+      if one.speculator is not None:
+        where = workdir / "drafter" / one.name
+        stack.enter_context(one.speculator.at(where, params))
     train_state, reference, progress = _begin(run, params, checkpoints)
     # Of a run that begins, the row of step 0 is written again.
     log = stack.enter_context(
@@ -159,12 +163,16 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
         with phases_lib.Clock() as clock:
           scalars["eval/reward"] = _evaluate(run, train_state, phase)
         scalars["time/evaluate"] = clock.seconds
+      saves = done % run.checkpoint_every == 0 or done == run.steps
+      if saves:
+        scalars |= _save_drafters(run)
       log.write(done, phase.name, scalars)
       bar.set_postfix(_shown(scalars), refresh=False)
       bar.update()
-      if done % run.checkpoint_every == 0 or done == run.steps:
+      if saves:
         checkpoints.save(train_state, progress)
     if stop.requested and progress.step < run.steps:
+      _save_drafters(run)
       checkpoints.save(train_state, progress)
       print(
           f"Stopped after step {progress.step} of {run.steps}; the same "
@@ -244,6 +252,16 @@ def _evaluate(run: Run, train_state, phase) -> float:
       run.model, phases_lib.on_one_device(train_state.params, phase.learner),
       of.task, of.rollouts, split=of.split, prompts=of.prompts, seed=run.seed,
   )
+
+
+def _save_drafters(run: Run) -> dict[str, float]:
+  """Saves what is trained beside the run, and says how long that blocked it."""
+  drafters = [
+      phase.speculator for phase in run.phases if phase.speculator is not None
+  ]
+  if not drafters:
+    return {}
+  return {"time/draft_save": sum(one.save() for one in drafters)}
 
 
 def _shown(scalars) -> dict[str, str]:

@@ -20,6 +20,7 @@ from branch_replay.training import algorithms
 from branch_replay.training import experience as experience_lib
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
+from branch_replay.training.drafting import speculator as speculator_lib
 
 _LOOKED_AT = 256  # rows, for the length of their answers
 # What keys are for: numbers that are drawn for one are not those of another.
@@ -63,6 +64,7 @@ class Supervised:
   max_tokens: int
   seed: int
   schedule: Callable[[int], Any]
+  speculator = None  # nothing is sampled
 
   def __post_init__(self):
     if self.prompts < 1:
@@ -123,6 +125,8 @@ class Reinforce:
       that differ in reward, as DAPO does; None to take them as they come.
     seed: of the order of the examples.
     schedule: learning rate by update, for the log.
+    speculator: drafts for the rollouts, which changes how long they take; None
+      for none.
 
   Raises:
     ValueError: numbers that do not go together.
@@ -140,6 +144,7 @@ class Reinforce:
   most_prompts: int | None
   seed: int
   schedule: Callable[[int], Any]
+  speculator: speculator_lib.Speculator | None = None
 
   def __post_init__(self):
     for field in ("prompts", "epochs", "updates", "capture_every"):
@@ -171,11 +176,16 @@ class Reinforce:
       The outcome.
     """
     version = int(train_state.step)
+    params = on_one_device(train_state.params, self.learner)
     with Clock() as sampling:
       batch, drawn, position = self._sample(
-          on_one_device(train_state.params, self.learner), position,
-          jax.random.fold_in(key, _SAMPLING), version,
+          params, position, jax.random.fold_in(key, _SAMPLING), version
       )
+    drafting = {}
+    if self.speculator is not None:
+      with Clock() as studying:
+        drafting = self.speculator.study(params, batch, version=version)
+      drafting["time/draft"] = studying.seconds
     with Clock() as learning:
       tokens = experience_lib.width(batch)
       batch = [experience_lib.trim(one, tokens) for one in batch]
@@ -206,6 +216,7 @@ class Reinforce:
         train_state, position,
         {
             **self._seen(drawn),
+            **drafting,
             **as_floats(updates[-1].report),
             "loss": float(updates[0].loss),
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
@@ -224,7 +235,7 @@ class Reinforce:
       one = experience_lib.collect(
           self.learner.model, params, self.task, example, self.rollouts,
           key=jax.random.fold_in(key, number), version=version,
-          schedule=schedule,
+          schedule=schedule, speculator=self.speculator,
       )
       drawn.append(experience_lib.bare(one))
       left = (self.most_prompts or self.prompts) - len(drawn)
@@ -374,6 +385,13 @@ def check_together(phase: Reinforce):
     raise ValueError(
         f"hold={rollouts.hold!r}: sampling runs on one device and its states "
         "stay there; on several devices take hold='nothing'."
+    )
+  if phase.speculator is not None and phase.speculator.reads_states and (
+      rollouts.hold == "nothing"
+  ):
+    raise ValueError(
+        "A learned drafter reads the states that sampling left: it needs "
+        "hold='state' or 'activations'."
     )
   if phase.capture_every > 1 and (
       rollouts.hold == "nothing" or phase.learner.prefix_gradient == "full"

@@ -8,6 +8,7 @@
   learned.py       one trained layer on the model's hidden state
   learned_loss.py  what it is trained on
   vocabulary.py    the ids it drafts
+  files.py         save and load
 """
 
 from branch_replay.rollout.drafters.drafter import Drafter

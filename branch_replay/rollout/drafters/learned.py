@@ -25,7 +25,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from branch_replay import config as config_lib
 from branch_replay import segment
+from branch_replay import state as state_lib
 from branch_replay.mixers import attention as mixer
 from branch_replay.models import decoder
 from branch_replay.ops import attention
@@ -111,11 +113,7 @@ class Learned:
           f"The drafter was made for a model of width {rows // 2}, this one "
           f"has {config.width}."
       )
-    if config.layer_pattern != ("full",):
-      raise ValueError(
-          f"layer_pattern={config.layer_pattern}: this drafter reads what full "
-          "attention layers left of the prompt. Take NGram or Model."
-      )
+    check_fits(config)
     return Memory(
         mixer.cache(config, 1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
@@ -180,6 +178,22 @@ class Learned:
         model, inputs.params, self.params, hidden_NTM, tokens_NT,
         state.length + slots_NT, attend,
     )
+
+
+def check_fits(config: config_lib.ModelConfig) -> None:
+  """Raises ValueError for a model whose state the drafter cannot read."""
+  if config.layer_pattern != ("full",):
+    raise ValueError(
+        f"layer_pattern={config.layer_pattern}: this drafter reads what full "
+        "attention layers left of the prompt. Take NGram or Model."
+    )
+
+
+def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
+  """All that the drafter reads of a captured prompt."""
+  return dataclasses.replace(
+      state, mixer=tuple(x[-1:] for x in state.mixer), kept=None
+  )
 
 
 def layer(

@@ -34,7 +34,8 @@ def losses(
     tokens_NT: i32, the tokens of the answers.
     segments_NT: i32, which answer a token belongs to, 0 for none. Answers that
       are packed into one row do not see each other.
-    state: the prompt of all these answers; None for answers without one.
+    state: the prompt of all these answers, of all layers or of the last alone
+      (`learned.last_layer`); None for answers without one.
     temperature: that the answers were sampled at.
 
   Returns:
@@ -76,7 +77,7 @@ def predict(
 
   def attend(q, k, v):
     out = attention_packed.attend(
-        q, k, v, segments_NT, state.mixer, model.config.num_layers - 1,
+        q, k, v, segments_NT, state.mixer, state.mixer[0].shape[0] - 1,
         state.length,
     )
     return out, None

@@ -1,0 +1,125 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Lessons: answers as a drafter learns from them, packed into rows."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from branch_replay import prefix_replay
+from branch_replay import readout as readout_lib
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.rollout.drafters import learned
+from branch_replay.schedule import Schedule
+from branch_replay.training import experience as experience_lib
+
+
+class Lesson(NamedTuple):
+  """Answers to one prompt, and what the model made of them; on the host.
+
+  Attributes:
+    step: of the run, when they were sampled.
+    tokens: i32[G, T].
+    lengths: i32[G].
+    hidden: [G, T, M]; [g, t] is what token [g, t] was drawn from.
+    prompt: of the captured prompt what the drafter reads, one layer.
+  """
+
+  step: int
+  tokens: np.ndarray
+  lengths: np.ndarray
+  hidden: np.ndarray
+  prompt: state_lib.PrefixState
+
+  @property
+  def count(self) -> int:
+    """Tokens of all answers."""
+    return int(self.lengths.sum())
+
+
+class Packed(NamedTuple):
+  """Answers in rows of one width; see `learned_loss.losses`."""
+
+  hidden_NTM: np.ndarray
+  tokens_NT: np.ndarray
+  segments_NT: np.ndarray
+
+
+def of_answers(
+    model: decoder.Decoder,
+    params,
+    one: experience_lib.Experience,
+    *,
+    step: int,
+    version: int,
+    schedule: Schedule = Schedule(),
+) -> Lesson:
+  """The lesson of an experience: its tails are run once more, its prompt not.
+
+  Args:
+    model: the decoder.
+    params: that sampled the answers, on one device.
+    one: holds its state.
+    step: of the run.
+    version: u32 that stands for `params`.
+    schedule: of the replay.
+
+  Returns:
+    The lesson.
+  """
+  one = experience_lib.trim(one, experience_lib.width([one]))
+  hidden_GTM = prefix_replay.replay(
+      model, params, one.group, state=one.state, version=version,
+      readout=readout_lib.Hidden(), prefix_gradient="stop", schedule=schedule,
+  )
+  return Lesson(
+      step, *jax.device_get((
+          one.group.tails, one.group.tail_lengths, hidden_GTM,
+          learned.last_layer(one.state),
+      ))
+  )
+
+
+def pack(lesson: Lesson, rows: int, width: int) -> Packed:
+  """Its longest answers, as many as find room.
+
+  Each goes to the fullest row that holds it. Answers of one token teach
+  nothing and are left out; of those longer than a row the end is.
+
+  Args:
+    lesson: of any shape.
+    rows: N.
+    width: T.
+  """
+  packed = Packed(
+      np.zeros((rows, width, lesson.hidden.shape[-1]), lesson.hidden.dtype),
+      *np.zeros((2, rows, width), np.int32),
+  )
+  used = np.zeros(rows, int)
+  for number, answer in enumerate(np.argsort(-lesson.lengths, kind="stable")):
+    tokens = min(int(lesson.lengths[answer]), width)
+    fits = np.flatnonzero(used + tokens <= width)
+    if tokens < 2 or not fits.size:
+      continue
+    row = fits[np.argmax(used[fits])]
+    at = row, slice(used[row], used[row] + tokens)
+    packed.hidden_NTM[at] = lesson.hidden[answer, :tokens]
+    packed.tokens_NT[at] = lesson.tokens[answer, :tokens]
+    packed.segments_NT[at] = number + 1
+    used[row] += tokens
+  return packed
+
+
+def prompt_ids(lesson: Lesson) -> np.ndarray:
+  """i32: the captured ids of its prompt, without padding."""
+  return lesson.prompt.tokens[: int(lesson.prompt.length)]
+
+
+def on_device(lesson: Lesson) -> state_lib.PrefixState:
+  """Its prompt as arrays of the default device."""
+  return jax.tree.map(
+      jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None)
+  )

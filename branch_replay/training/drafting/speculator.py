@@ -1,0 +1,317 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting beside the rollouts of a run: tuner, watch, drafter, lessons.
+
+A step of the run goes
+
+  options → sample → saw      for every prompt, and then
+  study                       which trains the drafter, and reports.
+
+A `Speculator` is an object that changes, the only one of a run: it holds
+nothing that a token, a reward or an update depends on. That is why it may be
+restored in part: a run that goes on has its drafter again, with its optimizer,
+while lessons and measured speeds are collected anew.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Literal
+from typing import get_args
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from branch_replay.models import decoder
+from branch_replay.rollout import loop
+from branch_replay.rollout import result
+from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout.drafters import drafter as drafter_lib
+from branch_replay.rollout.drafters import learned as learned_lib
+from branch_replay.rollout.drafters import ngram
+from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
+from branch_replay.schedule import Schedule
+from branch_replay.training import experience as experience_lib
+from branch_replay.training.drafting import buffer as buffer_lib
+from branch_replay.training.drafting import lessons as lessons_lib
+from branch_replay.training.drafting import trainer as trainer_lib
+from branch_replay.training.drafting import watch as watch_lib
+
+Kind = Literal["ngram", "learned"]
+DECISIONS = "decisions.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Studies:
+  """How a learned drafter is trained.
+
+  Attributes:
+    optimizer: of its parameters.
+    vocabulary: U, ids it drafts: the most frequent ones of the first step.
+    updates: a step.
+    until: steps of the run after which it is left as it is, or None.
+    rows: N, of an update.
+    width: T, tokens of a row.
+    most_tokens: of answers that are kept to learn from.
+    fresh: see `buffer.Buffer`.
+  """
+
+  optimizer: optax.GradientTransformation
+  vocabulary: int
+  updates: int = 8
+  until: int | None = None
+  rows: int = 4
+  width: int = 128
+  most_tokens: int = 65_536
+  fresh: float = 0.5
+
+  def __post_init__(self):
+    if self.updates < 1 or self.vocabulary < 1:
+      raise ValueError(
+          f"updates={self.updates} and vocabulary={self.vocabulary} must be at "
+          "least 1."
+      )
+
+
+class Speculator:
+  """See the module.
+
+  Args:
+    model: the decoder that is trained.
+    kind: of the drafter.
+    tuner: with the draft lengths to choose from.
+    watch: with its thresholds.
+    studies: of a learned drafter; None with n-grams.
+    temperature: that answers are sampled at.
+    seed: of the drafter's first parameters and of what it is shown.
+    schedule: of the replays that lessons are made by.
+    longest: tokens that n-grams match at most.
+
+  Raises:
+    ValueError: an unknown kind, or a model that the drafter does not fit.
+  """
+
+  def __init__(
+      self,
+      model: decoder.Decoder,
+      kind: Kind,
+      *,
+      tuner: tuner_lib.Tuner = tuner_lib.Tuner(),
+      watch: watch_lib.Watch = watch_lib.Watch(),
+      studies: Studies | None = None,
+      temperature: float = 1.0,
+      seed: int = 0,
+      schedule: Schedule = Schedule(),
+      longest: int = 4,
+  ):
+    if kind not in get_args(Kind):
+      raise ValueError(
+          f"Unknown drafter {kind!r}: use one of {', '.join(get_args(Kind))}."
+      )
+    if (kind == "learned") != (studies is not None):
+      raise ValueError("studies belong to a learned drafter, and only to it.")
+    self._model, self._tuner, self._watch = model, tuner, watch
+    self._studies, self._seed, self._schedule = studies, seed, schedule
+    self._step, self._seen, self._log = 0, [], None
+    self._fixed = ngram.NGram(longest) if kind == "ngram" else None
+    if studies is not None:
+      learned_lib.check_fits(model.config)
+      if studies.vocabulary > model.config.vocab_size:
+        raise ValueError(
+            f"vocabulary={studies.vocabulary} ids of "
+            f"{model.config.vocab_size} that there are."
+        )
+      self._trainer = trainer_lib.Trainer(
+          model, studies.optimizer, studies.rows, studies.width, temperature
+      )
+      self._buffer = buffer_lib.Buffer(studies.most_tokens, studies.fresh)
+      self._trained = self._vocabulary = None
+      self._checkpoints = None
+
+  @property
+  def reads_states(self) -> bool:
+    """Whether `study` needs the states of its batch."""
+    return self._studies is not None
+
+  # Sampling.
+
+  @property
+  def drafter(self) -> drafter_lib.Drafter | None:
+    """What drafts now; None before a learned one has seen anything."""
+    if self._studies is None:
+      return self._fixed
+    if self._trained is None:
+      return None
+    return learned_lib.Learned(self._trained.params, self._vocabulary)
+
+  def options(self, branches: int) -> dict:
+    """`drafter` and `draft_length` of the next call of `sample`."""
+    drafter = self.drafter
+    if drafter is None or self._watch.is_off(self._step):
+      return {}
+    self._tuner, lengths, decisions = tuner_lib.choose(
+        self._tuner, loop.buckets(branches)
+    )
+    self._write(decisions)
+    return {"drafter": drafter, "draft_length": lengths}
+
+  def saw(self, rollout: result.Rollout) -> None:
+    """Takes note of what a rollout cost and gave."""
+    if self.drafter is not None:
+      self._tuner = tuner_lib.observe(self._tuner, rollout.work)
+    self._seen.append([
+        int(np.sum(getattr(rollout, name)))
+        for name in ("lengths", "rounds", "drafted", "accepted")
+    ])
+
+  # Between sampling and learning.
+
+  def study(
+      self, params, batch: Sequence[experience_lib.Experience], *, version: int
+  ) -> dict[str, float]:
+    """Ends a step: trains the drafter on its answers, and reports.
+
+    Args:
+      params: that sampled the batch, on one device.
+      batch: experiences; for a learned drafter, with their states.
+      version: u32 that stands for `params`.
+
+    Returns:
+      draft/accept_length, tokens of a row per forward pass; draft/accepted,
+      share of the drafts that were taken; draft/length, drafts a pass;
+      draft/alarm, 1 where they have just been switched off; and of a learned
+      drafter draft/version and draft/loss.
+    """
+    tokens, rounds, drafted, accepted = np.sum(self._seen, axis=0).tolist()
+    self._watch, alarm = watch_lib.observe(
+        self._watch, self._step, drafted, accepted
+    )
+    scalars = {
+        "draft/accept_length": tokens / rounds,
+        "draft/accepted": accepted / max(1, drafted),
+        "draft/length": drafted / rounds,
+        "draft/alarm": float(alarm),
+    }
+    if self._studies is not None:
+      scalars |= self._learn(params, batch, version)
+    self._step, self._seen = self._step + 1, []
+    return scalars
+
+  def _learn(self, params, batch, version) -> dict[str, float]:
+    until = self._studies.until
+    if until is not None and self._step >= until:
+      return {"draft/version": float(self._trained.version)}
+    new = [
+        lessons_lib.of_answers(
+            self._model, params, one, step=self._step, version=version,
+            schedule=self._schedule,
+        )
+        for one in batch
+    ]
+    self._buffer = buffer_lib.add(self._buffer, new)
+    if self._trained is None:
+      self._begin(params, new)
+    rng, losses = np.random.default_rng((self._seed, self._step)), []
+    for _ in range(self._studies.updates):
+      self._trained, loss = self._trainer.update(
+          self._trained, self._vocabulary, params,
+          buffer_lib.draw(self._buffer, rng),
+      )
+      losses.append(float(loss))
+    return {
+        "draft/version": float(self._trained.version),
+        "draft/loss": float(np.mean(losses)),
+    }
+
+  def _begin(self, params, new: list[lessons_lib.Lesson]) -> None:
+    seen = [lessons_lib.prompt_ids(one) for one in new]
+    for one in new:
+      seen += [
+          row[:length]
+          for row, length in zip(one.tokens, one.lengths, strict=True)
+      ]
+    ids_U = vocabulary_lib.most_frequent(
+        np.concatenate(seen), self._studies.vocabulary,
+        self._model.config.vocab_size,
+    )
+    drafter = learned_lib.Learned.create(
+        self._model, params, ids_U, jax.random.key(self._seed)
+    )
+    self._trained = self._trainer.create(drafter)
+    self._vocabulary = drafter.vocabulary
+
+  # Files.
+
+  @contextlib.contextmanager
+  def at(self, directory: pathlib.Path, params):
+    """Keeps its log and its drafter in a folder, and reads what is there.
+
+    Args:
+      directory: made if needed.
+      params: of the model, or their shapes.
+    """
+    directory = pathlib.Path(directory).resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    self._log = directory / DECISIONS
+    if self._studies is None:
+      yield self
+      return
+    with ocp.CheckpointManager(
+        directory / "versions",
+        options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
+    ) as self._checkpoints:
+      version = self._checkpoints.latest_step()
+      if version is not None:
+        self._restore(version, params)
+      yield self
+      self._checkpoints.wait_until_finished()
+
+  def save(self) -> float:
+    """Writes the drafter alone, in the background; seconds that it blocks."""
+    began = time.monotonic()
+    if self._studies is not None and self._trained is not None:
+      version = int(self._trained.version)
+      if version != self._checkpoints.latest_step():
+        self._checkpoints.save(
+            version, args=ocp.args.StandardSave(self._saved())
+        )
+    return time.monotonic() - began
+
+  def _saved(self) -> dict:
+    return {
+        "trained": self._trained, "vocabulary": self._vocabulary,
+        "step": np.int32(self._step),
+    }
+
+  def _restore(self, version: int, params) -> None:
+    def like(params):
+      drafter = learned_lib.Learned.create(
+          self._model, params, range(self._studies.vocabulary),
+          jax.random.key(0),
+      )
+      return {
+          "trained": self._trainer.create(drafter),
+          "vocabulary": drafter.vocabulary, "step": np.int32(0),
+      }
+
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one),
+        jax.eval_shape(like, params),
+    )
+    found = self._checkpoints.restore(
+        version, args=ocp.args.StandardRestore(shapes)
+    )
+    self._trained, self._vocabulary = found["trained"], found["vocabulary"]
+    self._step = int(found["step"])
+
+  def _write(self, decisions: list[tuner_lib.Decision]) -> None:
+    if self._log is not None:
+      with self._log.open("a") as file:
+        for one in decisions:
+          file.write(json.dumps(one._asdict()) + "\n")

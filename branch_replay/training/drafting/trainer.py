@@ -1,0 +1,100 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of a learned drafter, one lesson at a time."""
+
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from branch_replay.models import decoder
+from branch_replay.rollout.drafters import learned
+from branch_replay.rollout.drafters import learned_loss
+from branch_replay.training.drafting import lessons
+
+
+class Trained(NamedTuple):
+  """What changes.
+
+  Attributes:
+    params: of the drafter.
+    optimizer: optax state.
+    version: i32[], updates done.
+  """
+
+  params: Any
+  optimizer: Any
+  version: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """How a drafter is trained.
+
+  Attributes:
+    model: the decoder it drafts for.
+    optimizer: of the drafter's parameters alone.
+    rows: N, of a batch.
+    width: T, tokens of a row.
+    temperature: that answers are sampled at.
+  """
+
+  model: decoder.Decoder
+  optimizer: optax.GradientTransformation
+  rows: int
+  width: int
+  temperature: float = 1.0
+
+  def __post_init__(self):
+    if self.rows < 1 or self.width < 2:
+      raise ValueError(
+          f"rows={self.rows} must be at least 1 and width={self.width} at "
+          "least 2: an item is a token with one after it."
+      )
+
+  def create(self, drafter: learned.Learned) -> Trained:
+    """Before the first update."""
+    params = jax.tree.map(jnp.copy, drafter.params)  # an update donates them
+    return Trained(params, self.optimizer.init(params), jnp.int32(0))
+
+  def update(
+      self, trained: Trained, vocabulary_U, params, lesson: lessons.Lesson
+  ) -> tuple[Trained, jax.Array]:
+    """One update.
+
+    Args:
+      trained: before; it is donated.
+      vocabulary_U: of the drafter.
+      params: of the model, on one device.
+      lesson: what is learnt from.
+
+    Returns:
+      `trained` after, and the mean loss before in nats an item.
+    """
+    packed = lessons.pack(lesson, self.rows, self.width)
+    return self._update(
+        trained, vocabulary_U, params, packed, lessons.on_device(lesson)
+    )
+
+  @functools.cached_property
+  def _update(self):
+    def mean_loss(drafter_params, vocabulary_U, params, packed, prompt):
+      losses_NT, weights_NT = learned_loss.losses(
+          drafter_params, vocabulary_U, self.model, params, *packed,
+          state=prompt, temperature=self.temperature,
+      )
+      return jnp.sum(losses_NT) / jnp.maximum(1, jnp.sum(weights_NT))
+
+    def update(trained, *args):
+      loss, grads = jax.value_and_grad(mean_loss)(trained.params, *args)
+      updates, moments = self.optimizer.update(
+          grads, trained.optimizer, trained.params
+      )
+      params = optax.apply_updates(trained.params, updates)
+      return Trained(params, moments, trained.version + 1), loss
+
+    return jax.jit(update, donate_argnums=0)
