@@ -4,13 +4,14 @@
 
 Questions: on SmolLM2-135M-Instruct at temperature 1, a group of 8 answers to
 one prompt of real text, how many tokens per second are sampled without
-compaction, with it, and with 1, 2 or 4 tokens drafted by n-grams, drafting and
-noise included; and does any token change? Not run in full yet: no answer is
-committed.
+compaction, with it, and with tokens drafted by n-grams, by a learned drafter
+(trained on answers to other prompts) and by an untrained one, at fixed draft
+lengths and at those a tuner chooses, drafting and noise included; and does any
+token change?
 
   python -m experiments.bench_rollout --config=configs/bench_rollout.py
 
-Cost: some twenty minutes and 4 GB of memory on two cores that do nothing else.
+Cost: some thirty minutes and 4 GB of memory on two cores that do nothing else.
 """
 
 import ml_collections
@@ -19,15 +20,34 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "model": "smollm2",
-      "prompt_tokens": 1024,
+      "prompt_tokens": 512,
       "branches": 8,
-      "tail_tokens": 128,
+      "tail_tokens": 160,
       "temperature": 1.0,
-      # Pairs (compact, draft length); the first is what others are compared to.
+      # (compact, drafter, draft length); others are compared to the first.
       "variants": (
-          (False, 0), (True, 0), (True, 1), (True, 2), (True, 4),
+          (False, "none", 0),
+          (True, "none", 0),
+          (True, "ngram", 2),
+          (True, "learned", 1),
+          (True, "learned", 2),
+          (True, "learned", 4),
+          (True, "ngram", "tuned"),
+          (True, "learned", "tuned"),
+          (True, "untrained", "tuned"),
       ),
+      "draft_lengths": (0, 1, 2, 4),  # that a tuner chooses from
+      "epsilon": 0.05,
+      "tuning": 4,  # turns that a tuner has before it is timed
       "longest": 4,  # tokens that an n-gram matches
+      "studies": {  # of the learned drafter
+          "prompts": 8,
+          "vocabulary": 4096,
+          "updates": 300,
+          "learning_rate": 1e-3,
+          "rows": 4,
+          "width": 160,
+      },
       "rollouts": 2,  # groups that every variant samples
       "document": "",  # a text file; empty: the Python language reference
       "repeats": 3,

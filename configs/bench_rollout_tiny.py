@@ -19,7 +19,16 @@ def get_config() -> ml_collections.ConfigDict:
       "prompt_tokens": 40,
       "branches": 3,
       "tail_tokens": 12,
-      "variants": ((False, 0), (True, 0), (True, 2)),
+      "variants": (
+          (False, "none", 0), (True, "none", 0), (True, "ngram", 2),
+          (True, "learned", "tuned"),
+      ),
+      "draft_lengths": (0, 1),
+      "tuning": 1,
+      "studies": {
+          "prompts": 1, "vocabulary": 32, "updates": 2, "learning_rate": 1e-3,
+          "rows": 2, "width": 12,
+      },
       "rollouts": 1,
       "repeats": 2,
   })

@@ -1,16 +1,18 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of a rollout, by compaction and by draft length.
+"""Tokens per second of a rollout: what compaction and drafts save.
 
 All variants sample the same groups (same prompt, same keys) from one captured
 prefix, in a new random order every turn. Speculation changes no token in exact
 arithmetic; where float32 does, the first token of a row that differs must be a
 tie of the two, and its gap is written down. Drafting and noise are part of what
-is timed; the noise of one round is also timed alone.
+is timed; the noise of one round is also timed alone, and so is the training of
+the drafter, on answers to other prompts.
 
   python -m experiments.bench_rollout --config=configs/bench_rollout.py
 """
 
+import dataclasses
 import functools
 import pathlib
 import random
@@ -21,23 +23,42 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 import tqdm
 
 import branch_replay as br
 from branch_replay.rollout import law as law_lib
+from branch_replay.rollout import loop
+from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout.drafters import Learned
 from branch_replay.rollout.drafters import NGram
+from branch_replay.rollout.drafters import vocabulary
+from branch_replay.training.drafting import buffer as buffer_lib
+from branch_replay.training.drafting import lessons as lessons_lib
+from branch_replay.training.drafting import trainer as trainer_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from experiments import cli
 from experiments import compare_backward
 from experiments import prompts
 from experiments import record
 
+_DRAFTERS = ("none", "ngram", "untrained", "learned")
+
 
 def prompt_of(
-    config: ml_collections.ConfigDict, pretrained: pretrained_lib.Pretrained
+    config: ml_collections.ConfigDict,
+    pretrained: pretrained_lib.Pretrained,
+    number: int = 0,
 ) -> list[int]:
-  """A document and a question on it; bytes for a model without tokenizer."""
-  text = prompts.document(config.document)
+  """A part of a document and a question on it.
+
+  Args:
+    config: with `document` and `prompt_tokens`.
+    pretrained: whose tokenizer is used; a model without one reads bytes.
+    number: of the part; no two share text.
+  """
+  characters = 10 * config.prompt_tokens  # more than a prompt can hold
+  text = prompts.document(config.document)[number * characters :]
   if pretrained.tokenizer is not None:
     return prompts.about_document(pretrained, text, config.prompt_tokens)
   data = text.encode()[: config.prompt_tokens]
@@ -97,8 +118,128 @@ def noise_seconds(config, vocab: int) -> float:
   return statistics.median(seconds[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is sampled.
+
+  Attributes:
+    config: of the benchmark.
+    pretrained: the model.
+  """
+
+  config: ml_collections.ConfigDict
+  pretrained: pretrained_lib.Pretrained
+
+  def sample(self, prompt, key, **options) -> br.Rollout:
+    """One group of answers."""
+    config = self.config
+    return br.sample(
+        self.pretrained.model, self.pretrained.params, prompt, key=key,
+        branches=config.branches, max_tokens=config.tail_tokens,
+        law=br.Law(config.temperature), stop_ids=self.pretrained.stop_ids,
+        **options,
+    )
+
+
+def learned_drafters(problem: Problem) -> tuple[dict, dict]:
+  """A drafter before and after training, and what that took.
+
+  It is trained on answers to prompts of its own, none of which is timed.
+
+  Args:
+    problem: model and sizes.
+
+  Returns:
+    The drafters by name; prompts, updates, seconds of sampling and of training
+    (without the first update, which compiles), and the loss at both ends.
+  """
+  config, pretrained = problem.config, problem.pretrained
+  of, model, params = config.studies, pretrained.model, pretrained.params
+  began, lessons, seen = time.perf_counter(), [], []
+  for number in tqdm.trange(of.prompts, desc="answers to learn from"):
+    prompt = prompt_of(config, pretrained, 1 + number)
+    key = jax.random.key(config.seed + 1000 + number)
+    rollout = problem.sample(prompt, key)
+    group = br.Group.create(prompt, rollout.tails(), config=model.config)
+    lessons.append(
+        lessons_lib.of_answers(model, params, group, rollout.state, step=0)
+    )
+    seen += [prompt, *rollout.tails()]
+  sampled = time.perf_counter()
+  ids_U = vocabulary.most_frequent(
+      np.concatenate(seen), of.vocabulary, model.config.vocab_size
+  )
+  untrained = Learned.create(
+      model, params, ids_U, jax.random.key(config.seed)
+  )
+  trainer = trainer_lib.Trainer(
+      model,
+      optax.chain(
+          optax.clip_by_global_norm(1.0),
+          optax.adam(optax.cosine_decay_schedule(of.learning_rate, of.updates)),
+      ),
+      of.rows, of.width, config.temperature,
+  )
+  buffer = buffer_lib.add(buffer_lib.Buffer(10**9), lessons)
+  trained, rng = trainer.create(untrained), np.random.default_rng(config.seed)
+  losses = []
+  for number in tqdm.trange(of.updates, desc="updates of the drafter"):
+    trained, loss = trainer.update(
+        trained, untrained.vocabulary, params, buffer_lib.draw(buffer, rng)
+    )
+    losses.append(float(loss))
+    if not number:
+      compiled = time.perf_counter()
+  learned = dataclasses.replace(untrained, params=trained.params)
+  few = max(1, of.updates // 10)
+  return {"untrained": untrained, "learned": learned}, {
+      "prompts": of.prompts, "updates": of.updates,
+      "answer_tokens": sum(one.count for one in lessons),
+      "sampling_seconds": sampled - began,
+      "seconds_per_update": (
+          (time.perf_counter() - compiled) / max(1, of.updates - 1)
+      ),
+      "loss_first": float(np.mean(losses[:few])),
+      "loss_last": float(np.mean(losses[-few:])),
+  }
+
+
+class Variant:
+  """One way to sample, with its tuner if it has one.
+
+  Args:
+    problem: model and sizes.
+    settings: (compact, drafter, draft length or "tuned").
+    drafters: by name.
+  """
+
+  def __init__(self, problem: Problem, settings, drafters: dict):
+    self.settings = self.compact, self.name, self.length = settings
+    self._problem, self._drafter = problem, drafters[self.name]
+    self._tuner = None
+    if self.length == "tuned":
+      self._tuner = tuner_lib.Tuner(
+          tuple(problem.config.draft_lengths),
+          epsilon=problem.config.epsilon, seed=problem.config.seed,
+      )
+
+  def sample(self, prompt, state, key) -> br.Rollout:
+    """One group; a tuner decides before it and learns from it."""
+    lengths = self.length
+    if self._tuner is not None:
+      sizes = loop.buckets(self._problem.config.branches)
+      self._tuner, lengths, _ = tuner_lib.choose(self._tuner, sizes)
+    rollout = self._problem.sample(
+        prompt, key, state=state, compact=self.compact, drafter=self._drafter,
+        draft_length=lengths,
+    )
+    if self._tuner is not None:
+      self._tuner = tuner_lib.observe(self._tuner, rollout.work)
+    return rollout
+
+
 def describe(rollouts: list[br.Rollout]) -> dict:
-  """What the rollouts of one variant did, which no repeat changes."""
+  """What the rollouts of one variant did."""
   def total(field):
     return sum(int(np.sum(getattr(one, field))) for one in rollouts)
 
@@ -109,21 +250,28 @@ def describe(rollouts: list[br.Rollout]) -> dict:
       "drafted": total("drafted"),
       "accepted": total("accepted"),
       "buckets": rollouts[0].work.buckets.tolist(),
+      "bucket_draft_lengths": rollouts[-1].work.draft_lengths.tolist(),
       "bucket_rounds": sum(one.work.rounds for one in rollouts).tolist(),
       "bucket_tokens": sum(one.work.tokens for one in rollouts).tolist(),
+      "bucket_seconds": sum(one.work.seconds for one in rollouts).tolist(),
   }
 
 
 def _check(config) -> None:
-  if not config.variants or config.variants[0] != (False, 0):
+  if not config.variants or tuple(config.variants[0]) != (False, "none", 0):
     raise ValueError(
-        f"variants={config.variants}: the first must be (False, 0), no "
+        f"variants={config.variants}: the first must be (False, 'none', 0), no "
         "compaction and no drafts, which the others are compared with."
     )
-  if min(config.repeats, config.rollouts) < 1:
+  for _, name, _ in config.variants:
+    if name not in _DRAFTERS:
+      raise ValueError(
+          f"Unknown drafter {name!r}: use one of {', '.join(_DRAFTERS)}."
+      )
+  if min(config.repeats, config.rollouts, config.tuning) < 1:
     raise ValueError(
-        f"repeats={config.repeats} and rollouts={config.rollouts} must be at "
-        "least 1."
+        f"repeats={config.repeats}, rollouts={config.rollouts} and tuning="
+        f"{config.tuning} must be at least 1."
     )
 
 
@@ -142,56 +290,51 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """
   _check(config)
   pretrained = compare_backward.load(config.model, seed=config.seed)
-  model, params = pretrained.model, pretrained.params
+  problem, vocab = Problem(config, pretrained), pretrained.config.vocab_size
   prompt = prompt_of(config, pretrained)
   keys = [jax.random.key(config.seed + i) for i in range(config.rollouts)]
-  sample = functools.partial(
-      br.sample, model, params, prompt, branches=config.branches,
-      max_tokens=config.tail_tokens, law=br.Law(config.temperature),
-      stop_ids=pretrained.stop_ids,
-      state=br.capture(model, params, prompt),
-  )
-
-  def rollouts(variant):
-    compact, length = variant
-    return [
-        sample(
-            key=key, compact=compact, draft_length=length,
-            drafter=NGram(config.longest),
-        )
-        for key in keys
-    ]
+  drafters, training = {"none": None, "ngram": NGram(config.longest)}, None
+  if {name for _, name, _ in config.variants} & {"untrained", "learned"}:
+    made, training = learned_drafters(problem)
+    drafters |= made
+  state = br.capture(pretrained.model, pretrained.params, prompt)
+  variants = [Variant(problem, one, drafters) for one in config.variants]
+  sample = functools.partial(_sample, prompt, state, keys)
 
   runs, plain = [], None
-  for variant in (bar := tqdm.tqdm(config.variants)):
-    bar.set_description(f"compiling {variant}")
-    first = rollouts(variant)
+  for variant in (bar := tqdm.tqdm(variants)):
+    bar.set_description(f"compiling {variant.settings}")
+    first = sample(variant)
+    for _ in range(config.tuning if variant.length == "tuned" else 0):
+      sample(variant)
     plain = plain or first
     differ = [
         gap for key, mine, theirs in zip(keys, plain, first, strict=True)
-        for gap in gaps(
-            key, mine, theirs, len(prompt), model.config.vocab_size
-        )
+        for gap in gaps(key, mine, theirs, len(prompt), vocab)
     ]
     runs.append({
-        "compact": variant[0], "draft_length": variant[1],
-        **describe(first), "rows_that_differ": len(differ),
+        "compact": variant.compact, "drafter": variant.name,
+        "draft_length": variant.length, "rows_that_differ": len(differ),
         "largest_gap": max(differ, default=0.0), "seconds": [],
     })
-  order = random.Random(config.seed)
+  lengths = [one.lengths.tolist() for one in plain]
+  order, last = random.Random(config.seed), {}
   for _ in tqdm.trange(config.repeats, desc="turns"):
     for index in order.sample(range(len(runs)), len(runs)):
       start = time.perf_counter()
-      rollouts(config.variants[index])
+      last[index] = sample(variants[index])
       runs[index]["seconds"].append(time.perf_counter() - start)
-  for one in runs:
+  for index, one in enumerate(runs):
+    one |= describe(last[index])
     one["seconds_median"] = statistics.median(one["seconds"])
     one["tokens_per_second"] = one["tokens"] / one["seconds_median"]
     one["speedup"] = one["tokens_per_second"] / runs[0]["tokens_per_second"]
   results = {
       "environment": record.environment(),
       "config": config.to_dict(),
-      "noise_seconds": noise_seconds(config, model.config.vocab_size),
+      "noise_seconds": noise_seconds(config, vocab),
+      "training": training,
+      "lengths": lengths,
       "runs": runs,
   }
   record.write_json(workdir / "results.json", results)
@@ -200,12 +343,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   return results
 
 
+def _sample(prompt, state, keys, variant: Variant) -> list[br.Rollout]:
+  return [variant.sample(prompt, state, key) for key in keys]
+
+
 def table(results: dict) -> str:
   """The runs as lines of text."""
-  lines = ["compact  drafts  tokens/s  speed-up  accept length  rows differ"]
+  lines = [
+      "compact  drafter    drafts  tokens/s  speed-up  accept length  rows"
+  ]
   for one in results["runs"]:
     lines.append(
-        f"{str(one['compact']):7}  {one['draft_length']:6}  "
+        f"{str(one['compact']):7}  {one['drafter']:9}  "
+        f"{one['draft_length']:>6}  "
         f"{one['tokens_per_second']:8.1f}  {one['speedup']:7.2f}×  "
         f"{one['accept_length']:13.2f}  {one['rows_that_differ']:11}"
     )

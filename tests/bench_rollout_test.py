@@ -21,7 +21,7 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
   results = bench_rollout.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  plain, compacted, drafted = results["runs"]
+  plain, compacted, drafted, tuned = results["runs"]
   for one in results["runs"]:
     assert len(one["seconds"]) == config.repeats
     assert one["tokens"] == sum(one["bucket_tokens"]) == 3 * 12
@@ -34,6 +34,10 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
   rounds = drafted["tokens"] / drafted["accept_length"]
   assert drafted["drafted"] == pytest.approx(2 * rounds)
   assert results["noise_seconds"] > 0
+  assert set(tuned["bucket_draft_lengths"]) <= {0, 1}
+  assert results["training"]["answer_tokens"] == 36
+  assert results["training"]["seconds_per_update"] > 0
+  assert results["lengths"] == [[12, 12, 12]]
 
 
 def test_where_two_rollouts_first_differ_the_scores_are_compared():
@@ -56,7 +60,8 @@ def test_where_two_rollouts_first_differ_the_scores_are_compared():
 
 
 @pytest.mark.parametrize("change, message", (
-    ({"variants": ((True, 0),)}, r"first must be \(False, 0\)"),
+    ({"variants": ((True, "none", 0),)}, "first must be .False, 'none', 0."),
+    ({"variants": ((False, "none", 0), (True, "gram", 1))}, "drafter 'gram'"),
     ({"repeats": 0}, "repeats=0"),
     ({"rollouts": 0}, "rollouts=0"),
     ({"document": "no/such/file"}, "not a file"),

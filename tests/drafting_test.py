@@ -77,7 +77,9 @@ def sampled():
 def test_a_lesson_holds_what_the_tokens_were_drawn_from(sampled):
   """Its hidden states, through the head, give the sampler's log-probs."""
   decoder, params, (one, *_) = sampled
-  made = lessons_lib.of_answers(decoder, params, one, step=3, version=0)
+  made = lessons_lib.of_answers(
+      decoder, params, one.group, one.state, step=3, version=0
+  )
   assert made.step == 3 and made.count == int(made.lengths.sum())
   assert [x.shape[0] for x in made.prompt.mixer] == [1, 1]
   logits = made.hidden @ np.asarray(params["head"]["table"]).T
@@ -158,7 +160,9 @@ def test_drafts_that_are_never_accepted_raise_it_and_no_drafts_do_not():
 def test_training_makes_more_of_its_drafts_accepted(sampled):
   decoder, params, batch = sampled
   made = [
-      lessons_lib.of_answers(decoder, params, one, step=0, version=0)
+      lessons_lib.of_answers(
+          decoder, params, one.group, one.state, step=0, version=0
+      )
       for one in batch
   ]
   drafter = Learned.create(decoder, params, range(64), jax.random.key(0))

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from branch_replay import group as group_lib
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout.drafters import learned
 from branch_replay.schedule import Schedule
-from branch_replay.training import experience as experience_lib
 
 
 class Lesson(NamedTuple):
@@ -51,34 +51,35 @@ class Packed(NamedTuple):
 def of_answers(
     model: decoder.Decoder,
     params,
-    one: experience_lib.Experience,
+    group: group_lib.Group,
+    state: state_lib.PrefixState,
     *,
     step: int,
-    version: int,
+    version: int | None = None,
     schedule: Schedule = Schedule(),
 ) -> Lesson:
-  """The lesson of an experience: its tails are run once more, its prompt not.
+  """The lesson of a group: its tails are run once more, its prompt not.
 
   Args:
     model: the decoder.
     params: that sampled the answers, on one device.
-    one: holds its state.
+    group: prompt and answers.
+    state: that sampling left.
     step: of the run.
-    version: u32 that stands for `params`.
+    version: u32 that stands for `params`, if not a fingerprint.
     schedule: of the replay.
 
   Returns:
     The lesson.
   """
-  one = experience_lib.trim(one, experience_lib.width([one]))
   hidden_GTM = prefix_replay.replay(
-      model, params, one.group, state=one.state, version=version,
+      model, params, group, state=state, version=version,
       readout=readout_lib.Hidden(), prefix_gradient="stop", schedule=schedule,
   )
   return Lesson(
       step, *jax.device_get((
-          one.group.tails, one.group.tail_lengths, hidden_GTM,
-          learned.last_layer(one.state),
+          group.tails, group.tail_lengths, hidden_GTM,
+          learned.last_layer(state),
       ))
   )
 

@@ -206,9 +206,11 @@ class Speculator:
     until = self._studies.until
     if until is not None and self._step >= until:
       return {"draft/version": float(self._trained.version)}
+    tokens = experience_lib.width(batch)
     new = [
         lessons_lib.of_answers(
-            self._model, params, one, step=self._step, version=version,
+            self._model, params, experience_lib.trim(one, tokens).group,
+            one.state, step=self._step, version=version,
             schedule=self._schedule,
         )
         for one in batch
