@@ -14,7 +14,10 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "base": "train_smoke",
       "seeds": 1,
-      "shared": (("evaluation.every", 1),),
+      "shared": (
+          ("evaluation.every", 1),
+          ("reinforce.speculation.drafter", "none"),
+      ),
       "variants": (
           ("exact", (("prefix_gradient", "exact"),)),
           ("stop", (("prefix_gradient", "stop"),)),

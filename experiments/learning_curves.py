@@ -56,10 +56,12 @@ def changed(base, changes) -> ml_collections.ConfigDict:
 
 
 def warm_up(config, seed: int, workdir: pathlib.Path):
-  """Runs the phases before the last one; the folder of their checkpoint."""
+  """Runs the phases before the last one; their folder, or None without any."""
   base = base_of(config, seed)
-  folder = workdir / f"seed{seed}" / "warmup"
   *before, _ = base.phases
+  if not before:
+    return None
+  folder = workdir / f"seed{seed}" / "warmup"
   train.run(changed(base, {"phases": tuple(before)}), folder)
   return folder
 
@@ -78,7 +80,7 @@ def run_variant(config, name: str, seed: int, warm, workdir) -> dict:
   variant = changed(base_of(config, seed), variants(config)[name])
   # Checkpoints are numbered by steps of the whole run.
   folder = workdir / f"seed{seed}" / name.replace(" ", "_")
-  if not (folder / "config.json").exists():
+  if warm is not None and not (folder / "config.json").exists():
     shutil.copytree(warm / "checkpoints", folder / "checkpoints",
                     dirs_exist_ok=True)
     shutil.copy(warm / metrics.FILE, folder / metrics.FILE)
@@ -93,8 +95,11 @@ def run_variant(config, name: str, seed: int, warm, workdir) -> dict:
       "step": [row["step"] - start["step"] for row in mine],
       "reward": [row["reward/mean"] for row in mine],
       "seconds": np.cumsum([
-          row["time/rollout"] + row["time/learn"] for row in mine
+          row["time/rollout"] + row.get("time/draft", 0.0) + row["time/learn"]
+          for row in mine
       ]).tolist(),
+      "draft_seconds": [row.get("time/draft", 0.0) for row in mine],
+      "accept_length": [row.get("draft/accept_length", 1.0) for row in mine],
       "learn_seconds": [row["time/learn"] for row in mine],
       "rollout_seconds": [row["time/rollout"] for row in mine],
       "grad_norm": [row["grad_norm"] for row in mine],
@@ -158,16 +163,26 @@ def final(one: dict) -> float:
   return one["evaluated"][-1][1]
 
 
+def seconds_a_step(runs: list[dict], part: str) -> float:
+  """Median of a part of a step, over steps and then over runs."""
+  return float(np.median([np.median(one[f"{part}_seconds"]) for one in runs]))
+
+
 def table(results: dict) -> str:
   """Final held-out reward and time a step, mean and spread over seeds."""
-  lines = ["variant  seeds  warmed up  final held-out reward  learn s/step"]
+  lines = [
+      "variant  seeds  warmed up  final held-out reward  rollout s  draft s  "
+      "learn s"
+  ]
   for name, runs in by_variant(results).items():
     ends = [final(one) for one in runs]
     starts = [one["warmed_up"] for one in runs]
-    learn = np.median([np.median(one["learn_seconds"]) for one in runs])
     lines.append(
         f"{name}  {len(runs)}  {np.mean(starts):.3f}  {np.mean(ends):.3f} ± "
-        f"{np.std(ends):.3f}  {learn:.2f}"
+        f"{np.std(ends):.3f}  " + "  ".join(
+            f"{seconds_a_step(runs, part):.2f}"
+            for part in ("rollout", "draft", "learn")
+        )
     )
   return "\n".join(lines)
 
