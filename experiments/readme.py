@@ -10,6 +10,8 @@ import pathlib
 import re
 import statistics
 
+from experiments import training_tables
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _TABLE = re.compile(r"<!-- table: ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -213,17 +215,6 @@ def over_shapes(results: dict) -> str:
   )
 
 
-def learned(results: dict) -> str:
-  """Held-out reward after each phase of a training run."""
-  head = "| after | step | held-out reward | s |\n|---|---|---|---|\n"
-  names = {"before": "nothing"}
-  return head + "".join(
-      f"| {names.get(phase['name'], phase['name'])} | {phase['step']} "
-      f"| {phase['reward']:.3f} | {phase['seconds']:.0f} |\n"
-      for phase in results["phases"]
-  )
-
-
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
@@ -234,8 +225,18 @@ _FORMS = {
     "bias_sweep.estimators": by_estimator,
     "bias_sweep.overall": over_shapes,
     "bias_training": training,
-    "train_smollm2": learned,
-    "train_tiny": learned,
+    "adapting": training_tables.adapted,
+    "bench_rollout": training_tables.rollouts,
+    "learning_algorithms": training_tables.curves,
+    "learning_drafts": training_tables.curves,
+    "learning_modes": training_tables.curves,
+    "learning_stale": training_tables.curves,
+    "simulate_rollouts": training_tables.simulated,
+    "staleness": training_tables.drift,
+    "time_breakdown.modes": training_tables.less_time,
+    "time_breakdown.parts": training_tables.parts,
+    "train_smollm2": training_tables.learned,
+    "train_tiny": training_tables.learned,
 }
 
 
@@ -251,7 +252,10 @@ def render(text: str) -> str:
   return _TABLE.sub(table, text)
 
 
-PAGES = ("README.md", "docs/planning.md", "docs/bias.md", "docs/training.md")
+PAGES = (
+    "README.md", "docs/planning.md", "docs/bias.md", "docs/training.md",
+    "docs/rollouts.md",
+)
 
 
 if __name__ == "__main__":
