@@ -54,6 +54,9 @@ smoke: $(READY)
 	  --config=configs/bias_training_tiny.py
 	$(BIN)/python -m experiments.learning_curves \
 	  --config=configs/learning_smoke.py
+	$(BIN)/python -m experiments.time_breakdown \
+	  --config=configs/time_breakdown_tiny.py
+	$(BIN)/python -m experiments.adapting --config=configs/adapting_tiny.py
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
