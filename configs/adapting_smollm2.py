@@ -14,24 +14,21 @@ Not run in full yet. Estimated cost: forty minutes on two cores.
 
 import ml_collections
 
+from configs import adapting
+
 
 def get_config() -> ml_collections.ConfigDict:
-  return ml_collections.ConfigDict({
-      "base": "train_smollm2",
-      "shared": (
-          ("reinforce.steps", 36),
-          ("reinforce.prompts", 4),
-          ("reinforce.speculation.drafter", "learned"),
-          ("reinforce.speculation.draft_lengths", (0, 2)),
-          ("reinforce.speculation.epsilon", 0.0),
-          ("reinforce.speculation.studies.updates", 16),
-          ("evaluation.prompts", 8),
-          ("evaluation.every", 36),
-          ("checkpoint_every", 12),
-      ),
-      "seed": 0,
-      "every": 4,  # steps from probe to probe
-      "freeze_after": 4,
-      "draft_length": 3,
-      "probes": 4,  # held-out prompts
-  })
+  config = adapting.get_config()
+  config.base = "train_smollm2"
+  config.shared = (
+      ("reinforce.steps", 36),
+      ("reinforce.prompts", 4),
+      ("reinforce.speculation.drafter", "learned"),
+      ("reinforce.speculation.draft_lengths", (0, 2)),
+      ("reinforce.speculation.studies.updates", 16),
+      ("evaluation.prompts", 8),
+      ("evaluation.every", 36),
+      ("checkpoint_every", 12),
+  )
+  config.every = config.freeze_after = config.probes = 4
+  return config

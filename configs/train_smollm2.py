@@ -15,6 +15,8 @@ Cost: about 35 minutes on two cores; may be interrupted and started again.
 
 import ml_collections
 
+from configs import train_tiny
+
 
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
@@ -47,21 +49,7 @@ def get_config() -> ml_collections.ConfigDict:
           "updates": 1,  # an epoch
           "capture_every": 1,
           "most_prompts": 0,  # 0: dead groups are not replaced
-          "speculation": {  # who drafts for the sampler: no token depends on it
-              "drafter": "none",  # or ngram, learned
-              "draft_lengths": (0, 1, 2, 4),  # that the tuner chooses from
-              "epsilon": 0.05,  # how often it tries another
-              "studies": {  # of a learned one
-                  "vocabulary": 4096,  # ids it drafts
-                  "updates": 8,  # a step
-                  "until": 0,  # steps, after which it is frozen; 0 for none
-                  "learning_rate": 1e-3,
-                  "rows": 4,
-                  "width": 128,
-                  "most_tokens": 65_536,
-                  "fresh": 0.5,
-              },
-          },
+          "speculation": train_tiny.speculation(vocabulary=4096),
           "algorithm": {
               "name": "grpo",
               "advantage": "group_relative",

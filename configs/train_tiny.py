@@ -37,6 +37,25 @@ def supervised(steps: int, prompt_tokens: int) -> dict:
   }
 
 
+def speculation(vocabulary: int) -> dict:
+  """Who drafts for the sampler: no token depends on it."""
+  return {
+      "drafter": "none",  # or ngram, learned
+      "draft_lengths": (0, 1, 2, 4),  # that the tuner chooses from
+      "epsilon": 0.05,  # how often it tries another
+      "studies": {  # of a learned one
+          "vocabulary": vocabulary,  # ids it drafts
+          "updates": 8,  # a step
+          "until": 0,  # steps, after which it is frozen; 0 for none
+          "learning_rate": 1e-3,
+          "rows": 4,
+          "width": 128,
+          "most_tokens": 65_536,  # of answers that are kept
+          "fresh": 0.5,  # how often one of the newest step is drawn
+      },
+  }
+
+
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "pretrained": "",  # or smollm2, or a path: then `model` is not read
@@ -82,21 +101,7 @@ def get_config() -> ml_collections.ConfigDict:
           "updates": 1,  # an epoch
           "capture_every": 1,
           "most_prompts": 32,  # drawn until `prompts` groups differ in reward
-          "speculation": {  # who drafts for the sampler: no token depends on it
-              "drafter": "none",  # or ngram, learned
-              "draft_lengths": (0, 1, 2, 4),  # that the tuner chooses from
-              "epsilon": 0.05,  # how often it tries another
-              "studies": {  # of a learned one
-                  "vocabulary": 64,  # ids it drafts
-                  "updates": 8,  # a step
-                  "until": 0,  # steps, after which it is frozen; 0 for none
-                  "learning_rate": 1e-3,
-                  "rows": 4,
-                  "width": 128,
-                  "most_tokens": 65_536,
-                  "fresh": 0.5,
-              },
-          },
+          "speculation": speculation(vocabulary=64),
           "algorithm": {
               "name": "grpo",
               "advantage": "group_relative",
