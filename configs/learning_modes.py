@@ -8,8 +8,7 @@ sampled and the stopped gradient; five seeds, the same steps and prompts.
 
   python -m experiments.learning_curves --config=configs/learning_modes.py
 
-Not run in full yet. Estimated cost:
-about an hour on two cores; may be interrupted and started again.
+Cost: an hour on one core; may be interrupted and started again.
 """
 
 import ml_collections
