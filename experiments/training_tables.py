@@ -45,7 +45,7 @@ def curves(results: dict) -> str:
   budget = {one["seed"]: one["seconds"][-1] for one in runs[first]}
   reached = {one["seed"]: learning_curves.final(one) for one in runs[first]}
   head = (
-      f"| variant | seeds | warmed up | held-out reward | less “{first}” "
+      f"| variant | seeds | warmed up | held-out reward | against “{first}” "
       f"| in the time of “{first}” | rollout s | drafter s | learning s |\n"
       "|---|---|---|---|---|---|---|---|---|\n"
   )
