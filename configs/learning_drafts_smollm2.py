@@ -19,7 +19,7 @@ from configs import learning_drafts
 
 def get_config() -> ml_collections.ConfigDict:
   config = learning_drafts.get_config()
-  config.base, config.seeds = "train_smollm2", 1
+  config.base, config.seeds = "train_smollm2", (0,)
   config.shared = (
       ("reinforce.steps", 10),
       ("reinforce.prompts", 4),

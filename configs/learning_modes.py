@@ -17,7 +17,7 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "base": "train_tiny",
-      "seeds": 5,
+      "seeds": (0, 1, 2, 3, 4),
       # Changes of the base config, by path: of all runs, and of a variant.
       "shared": (
           ("reinforce.steps", 120),

@@ -13,7 +13,7 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "base": "train_smoke",
-      "seeds": 1,
+      "seeds": (0,),
       "shared": (
           ("evaluation.every", 1),
           ("reinforce.speculation.drafter", "none"),

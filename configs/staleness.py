@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "base": "train_tiny",
       "shared": (),
-      "seed": 0,
+      "seed": 2,  # one whose warm-up leaves groups that differ in reward
       "batches": 8,
       "updates": (0, 1, 2, 4, 8),
   })

@@ -126,14 +126,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """
   workdir = pathlib.Path(workdir).resolve()
   for changes in variants(config).values():
-    train.build(changed(base_of(config, 0), changes))
+    train.build(changed(base_of(config, config.seeds[0]), changes))
   done = record.resume(workdir, config)
   results = {
       "environment": record.environment(), "config": config.to_dict(),
       "runs": done,
   }
   there = {(one["variant"], one["seed"]) for one in done}
-  for seed in range(config.seeds):
+  for seed in config.seeds:
     for name in variants(config):
       if (name, seed) in there:
         continue
