@@ -36,7 +36,8 @@ class YarnScaling:
   """YaRN: interpolation by parts and a temperature on the rotated vectors.
 
   `attention_factor` None means the paper's 0.1·ln(factor) + 1; with `mscale`
-  and `mscale_all_dim` (DeepSeek) it is the ratio of the two.
+  and `mscale_all_dim` (DeepSeek) it is the ratio of the two, and latent layers
+  multiply their scores by (0.1·mscale_all_dim·ln(factor) + 1)².
 
   Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
   """
@@ -56,6 +57,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 # Token mixers a layer may have.
 KINDS = ("full", "sliding", "latent", "delta")
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
@@ -183,13 +185,24 @@ class ModelConfig:
     num_heads: query heads, K·R.
     num_kv_heads: K; query head h reads key-value head h // R.
     head_dim: D, independent of width / num_heads.
-    ffn_width: F, the hidden width of the SwiGLU feed-forward.
+    ffn_width: F, the hidden width of the gated feed-forward.
     max_positions: positions the model may be run on; longer is an error.
     rope_theta: base of the rotary frequencies.
+    rope_theta_local: base in sliding layers, where `rope_scaling` then does
+      not apply (Gemma 3); None for `rope_theta` and `rope_scaling`.
     rope_scaling: published long-context scaling, or None.
+    rotary_dim: how many of a head's numbers are rotated, the first ones
+      (Qwen3-Next, Qwen3.5); None for all. Not of latent layers.
     norm_eps: ε inside every RMSNorm.
     qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
     qkv_bias: bias on the query, key and value projections (Qwen2).
+    output_gate: full and sliding layers multiply the output of attention by
+      the sigmoid of one more projection (Qwen3-Next, Qwen3.5).
+    post_norms: RMSNorm on what the mixer and the feed-forward of a layer add
+      to the residual stream (Gemma).
+    activation: of the feed-forward's gate, "silu" or "gelu_tanh".
+    scale_embeddings: embedded tokens are multiplied by √M (Gemma); the head's
+      table, tied or not, is not.
     layer_pattern: the repeating period of token mixers: layer l has kind
       layer_pattern[l mod its length]. "full" attends to all positions before,
       "sliding" to the last `window`; "latent" to all before through one
@@ -214,10 +227,16 @@ class ModelConfig:
   ffn_width: int
   max_positions: int
   rope_theta: float = 10_000.0
+  rope_theta_local: float | None = None
   rope_scaling: RopeScaling | None = None
+  rotary_dim: int | None = None
   norm_eps: float = 1e-5
   qk_norm: bool = False
   qkv_bias: bool = False
+  output_gate: bool = False
+  post_norms: bool = False
+  activation: str = "silu"
+  scale_embeddings: bool = False
   layer_pattern: tuple[str, ...] = ("full",)
   window: int | None = None
   delta: GatedDelta | None = None
@@ -247,6 +266,17 @@ class ModelConfig:
       raise ValueError(
           f"Unknown RoPE scaling {self.rope_scaling!r}: use LinearScaling, "
           "Llama3Scaling, YarnScaling or None."
+      )
+    rotated = self.rotary_dim
+    if rotated is not None and (rotated % 2 or not 0 < rotated < self.head_dim):
+      raise ValueError(
+          f"rotary_dim={rotated} must be even and less than head_dim="
+          f"{self.head_dim}, or None to rotate all."
+      )
+    if self.activation not in ACTIVATIONS:
+      raise ValueError(
+          f"activation={self.activation!r} must be one of "
+          f"{', '.join(ACTIVATIONS)}."
       )
     self._check_pattern()
     for field in ("param_dtype", "compute_dtype"):
@@ -287,10 +317,10 @@ class ModelConfig:
           f"latent={self.latent} with layer_pattern={kinds!r}: latent layers "
           "need a LatentAttention, and nothing else has one."
       )
-    if self.latent is not None and isinstance(self.rope_scaling, YarnScaling):
+    if self.rope_theta_local is not None and "sliding" not in kinds:
       raise ValueError(
-          "YarnScaling scales the scores of latent layers in another way than "
-          "those of others: it is not supported with them."
+          f"rope_theta_local={self.rope_theta_local} with layer_pattern="
+          f"{kinds!r}: only sliding layers have it."
       )
     if self.window is not None and self.window < 1:
       raise ValueError(f"window must be at least 1: {self.window}")
@@ -308,6 +338,17 @@ class ModelConfig:
   def window_of(self, kind: str) -> int | None:
     """W of a layer, or None if it sees all positions before."""
     return self.window if kind == "sliding" else None
+
+  def rope_of(self, kind: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of a kind of layer."""
+    if kind == "sliding" and self.rope_theta_local is not None:
+      return self.rope_theta_local, None
+    return self.rope_theta, self.rope_scaling
+
+  @property
+  def embedding_scale(self) -> float:
+    """What embedded tokens are multiplied by."""
+    return self.width**0.5 if self.scale_embeddings else 1.0
 
   @property
   def head_path(self) -> str:

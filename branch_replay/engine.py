@@ -199,7 +199,9 @@ def pop_chunk(
       popped=segment.Popped(chunk, scale),
   )
   grads = grads | {"layers": layer_grads}
-  grads = segment.embed_backward(grads, tokens, dx_GTM, task.layout)
+  grads = segment.embed_backward(
+      task.config, grads, tokens, dx_GTM, task.layout
+  )
   return grads, accumulator
 
 
@@ -261,7 +263,9 @@ def visit_branches(
         segment.outer(grads), d_outer,
     )
     tokens = task.layout.mine(rows.tokens_GS, 1)
-    grads = segment.embed_backward(grads, tokens, dx_GSM, task.layout)
+    grads = segment.embed_backward(
+        task.config, grads, tokens, dx_GSM, task.layout
+    )
     return (grads, accumulator), (outputs, extra)
 
   parts = _split((branches, args), task.at_once(group.tails.shape[0]))

@@ -22,7 +22,8 @@ def layer_parameters(config: config_lib.ModelConfig) -> int:
     if kind == "latent":
       return _latent_parameters(config)
     if kind != "delta":
-      heads = 2 * config.num_heads + 2 * config.num_kv_heads
+      heads = (2 + config.output_gate) * config.num_heads
+      heads += 2 * config.num_kv_heads
       return config.width * heads * config.head_dim
     delta = config.delta
     channels = delta.key_heads * delta.channels

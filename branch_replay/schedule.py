@@ -120,6 +120,7 @@ def stage_bytes(config: config_lib.ModelConfig, kind: str) -> int:
     return itemsize * (stages + attended) + wide * config.num_heads
   heads = config.num_heads * config.head_dim
   keys = 2 * config.num_kv_heads * config.head_dim
-  numbers = 2 * config.width + 2 * heads + keys + 2 * config.ffn_width
+  heads *= 2 + config.output_gate
+  numbers = 2 * config.width + heads + keys + 2 * config.ffn_width
   lse = config_lib.at_least_float32(config.compute_dtype).itemsize
   return itemsize * numbers + lse * config.num_heads

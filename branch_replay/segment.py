@@ -360,13 +360,17 @@ def decode(
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
   """Embedded tokens, [G, T, M] in the compute dtype."""
   table_VM = params["embed"]["table"]
-  return layout.look_up(table_VM, tokens_GT, config.compute_dtype)
+  x_GTM = layout.look_up(table_VM, tokens_GT, config.compute_dtype)
+  return x_GTM * config.embedding_scale
 
 
-def embed_backward(grads, tokens_GT, dx_GTM, layout: Layout):
+def embed_backward(
+    config: config_lib.ModelConfig, grads, tokens_GT, dx_GTM, layout: Layout
+):
   """Adds the cotangent of embedded tokens to their rows, if it is wanted."""
   if "embed" not in grads:
     return grads
+  dx_GTM = dx_GTM * config.embedding_scale
   table = layout.add_rows(grads["embed"]["table"], tokens_GT, dx_GTM)
   return grads | {"embed": grads["embed"] | {"table": table}}
 

@@ -48,6 +48,21 @@ ARCHITECTURES = {
         BASE, layer_pattern=("delta", "full"),
         delta=br.GatedDelta(3, 3, 8, 4, conv_width=3),
     ),
+    "gemma3": dataclasses.replace(
+        BASE, num_layers=3, layer_pattern=("sliding", "full"), window=5,
+        rope_theta=1000.0, rope_theta_local=50.0,
+        rope_scaling=br.LinearScaling(4.0), qk_norm=True, post_norms=True,
+        activation="gelu_tanh", scale_embeddings=True, tied_embeddings=True,
+    ),
+    "qwen3.5": dataclasses.replace(
+        BASE, layer_pattern=("delta", "full"), rotary_dim=6, qk_norm=True,
+        output_gate=True, delta=br.GatedDelta(2, 4, 8, 4),
+    ),
+    "deepseek": dataclasses.replace(
+        BASE, layer_pattern=("latent",),
+        latent=br.LatentAttention(12, 8, 4, 10),
+        rope_scaling=br.YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.7),
+    ),
 }
 
 

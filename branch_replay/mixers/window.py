@@ -21,9 +21,16 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 from branch_replay.mixers import attention as full
 from branch_replay.mixers import sizes as sizes_lib
+from branch_replay.models import layers
 from branch_replay.ops import attention
 
 MIXED, STAGE, cache = full.MIXED, full.STAGE, full.cache
+
+
+def _rotate(config, params, mixed, positions_GT):
+  module = layers.Rotate(config, "sliding")
+  return module.apply({"params": params}, *mixed, positions_GT)
+
 
 _Pair = tuple[jax.Array, jax.Array]  # keys and values, [L, K, slots, D]
 
@@ -148,7 +155,7 @@ def forward(config, layout, params, mixed, layer, context, prefix):
   slots = prefix[0].shape[2]
   return full.attend(
       config, layout, params, mixed, layer, context, prefix, slots,
-      _reach(config, layout, context.positions_GT, slots),
+      _reach(config, layout, context.positions_GT, slots), rotate=_rotate,
   )
 
 
@@ -180,6 +187,7 @@ def backward(
       accumulator, slots,
       d_present=None if newer is None else lambda _: newer,
       window=_reach(config, layout, context.positions_GT, slots),
+      rotate=_rotate,
   )
 
 
@@ -193,4 +201,5 @@ def decode(
   return full.attend_cache(
       config, params, mixed, layer, cache, stack.now, size, slots_GT,
       positions_GT, window=config.window, lowest_GT=lowest_GT - length + size,
+      rotate=_rotate,
   )

@@ -35,7 +35,7 @@ class Block(nn.Module):
     elif self.kind == "latent":
       self.rotate = latent_layers.LatentRotate(self.config)
     else:
-      self.rotate = layers.Rotate(self.config)
+      self.rotate = layers.Rotate(self.config, self.kind)
     self.expand = layers.Expand(self.config)
     self.contract = layers.Contract(self.config)
 
@@ -48,6 +48,8 @@ class Block(nn.Module):
       window = self.config.window_of(self.kind)
       if window is not None:
         attend = functools.partial(attend, window=window)
-      q, k, v = self.rotate(*self.project(x_GTM), positions_GT)
-      h_GTM = self.join(x_GTM, attend(q, k, v))
+      projected = self.project(x_GTM)
+      mixed = 2 if self.kind == "latent" else 3
+      q, k, v = self.rotate(*projected[:mixed], positions_GT)
+      h_GTM = self.join(x_GTM, attend(q, k, v), *projected[mixed:])
     return self.contract(h_GTM, *self.expand(h_GTM)), None

@@ -53,7 +53,7 @@ class Parts(nn.Module):
 
 
 class Decoder(nn.Module):
-  """Llama, SmolLM, Mistral, Qwen2 and Qwen3 decoders, by `ModelConfig`.
+  """Llama, Mistral, Qwen, Gemma and DeepSeek decoders, by `ModelConfig`.
 
   Parameters are `embed/table` [V, M], `layers/<stage>/...` with a leading L
   axis, `final_norm/scale` [M] and, when untied, `head/table` [V, M]. Layers of
@@ -120,7 +120,8 @@ class Decoder(nn.Module):
 
   def embed_tokens(self, tokens):
     """Rows of the embedding, in the compute dtype."""
-    return self.embed()[tokens].astype(self.config.compute_dtype)
+    x = self.embed()[tokens].astype(self.config.compute_dtype)
+    return x * self.config.embedding_scale
 
   def normalize(self, x):
     """The norm between the last layer and the head."""

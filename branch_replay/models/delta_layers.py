@@ -95,4 +95,4 @@ class DeltaJoin(nn.Module):
     normed_GTKRE = layers.norm(config, "norm")(out_GTKRE)
     gated_NE = normed_GTKRE.reshape(gate_NE.shape) * nn.silu(gate_NE)
     joined_NM = layers.linear(config, config.width, "output")(gated_NE)
-    return x_GTM + joined_NM.reshape(x_GTM.shape)
+    return layers.added(config, x_GTM, joined_NM)

@@ -72,7 +72,9 @@ class LatentRotate(nn.Module):
     slots = jnp.concatenate([c_GTC, r_GTD], axis=-1)[None]
     q = jnp.concatenate([left_GTC, turned_GTND], axis=-1)
     # The op divides by the root of what it sees as the size of a head.
-    q *= (latent.slot / latent.query_dim) ** 0.5
+    q *= rope.score_factor(config.rope_scaling) * (
+        latent.slot / latent.query_dim
+    ) ** 0.5
     return q.transpose(0, 2, 1, 3)[None], slots, slots
 
 
@@ -92,4 +94,4 @@ class LatentJoin(nn.Module):
     values = jnp.einsum("gntc,nce->gtne", attended, value_up)
     flat = values.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
     joined_NM = layers.linear(config, config.width, "output")(flat)
-    return x_GTM + joined_NM.reshape(x_GTM.shape)
+    return layers.added(config, x_GTM, joined_NM)

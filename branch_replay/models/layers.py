@@ -107,8 +107,25 @@ def rows(x_GTM):
   return x_GTM.reshape(-1, x_GTM.shape[-1])
 
 
+def added(config: config_lib.ModelConfig, x_GTM, y_NM):
+  """The residual stream plus what a stage adds to it."""
+  if config.post_norms:
+    y_NM = norm(config, "post_norm")(y_NM)
+  return x_GTM + y_NM.reshape(x_GTM.shape)
+
+
+def activation(config: config_lib.ModelConfig, gate_NF):
+  """Of the gate of the feed-forward."""
+  if config.activation == "gelu_tanh":
+    return nn.gelu(gate_NF, approximate=True)
+  return nn.silu(gate_NF)
+
+
 class Project(nn.Module):
-  """x_GTM ↦ unrotated queries, keys and values, [G·T, heads · D]."""
+  """x_GTM ↦ unrotated queries, keys and values, [G·T, heads · D].
+
+  And output gates like the queries, where the config has them.
+  """
 
   config: config_lib.ModelConfig
 
@@ -121,10 +138,13 @@ class Project(nn.Module):
         "key": config.num_kv_heads * config.head_dim,
         "value": config.num_kv_heads * config.head_dim,
     }
-    return tuple(
+    projected = tuple(
         linear(config, width, name, config.qkv_bias)(normed_NM)
         for name, width in widths.items()
     )
+    if not config.output_gate:
+      return projected
+    return *projected, linear(config, widths["query"], "output_gate")(normed_NM)
 
 
 class Rotate(nn.Module):
@@ -135,6 +155,7 @@ class Rotate(nn.Module):
   """
 
   config: config_lib.ModelConfig
+  kind: str = "full"
 
   @nn.compact
   def __call__(self, query, key, value, positions_GT):
@@ -148,7 +169,8 @@ class Rotate(nn.Module):
     if config.qk_norm:
       q_GTND = norm(config, "query_norm")(q_GTND)
       k_GTND = norm(config, "key_norm")(k_GTND)
-    turn = dict(theta=config.rope_theta, scaling=config.rope_scaling)
+    theta, scaling = config.rope_of(self.kind)
+    turn = dict(theta=theta, scaling=scaling, dim=config.rotary_dim)
     q_GTND = rope.rotate(q_GTND, positions_GT, **turn)
     k_GTND = rope.rotate(k_GTND, positions_GT, **turn)
     q_GTKRD = q_GTND.reshape(
@@ -162,16 +184,18 @@ class Rotate(nn.Module):
 
 
 class Join(nn.Module):
-  """Residual stream plus the projected attention output."""
+  """Residual stream plus the projected, perhaps gated attention output."""
 
   config: config_lib.ModelConfig
 
   @nn.compact
-  def __call__(self, x_GTM, out_KGRTD):
+  def __call__(self, x_GTM, out_KGRTD, gate_NA=None):
     out_GTKRD = out_KGRTD.transpose(1, 3, 0, 2, 4)
-    flat_NM = out_GTKRD.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
-    joined_NM = linear(self.config, self.config.width, "output")(flat_NM)
-    return x_GTM + joined_NM.reshape(x_GTM.shape)
+    flat_NA = out_GTKRD.reshape(x_GTM.shape[0] * x_GTM.shape[1], -1)
+    if gate_NA is not None:
+      flat_NA *= nn.sigmoid(gate_NA)
+    joined_NM = linear(self.config, self.config.width, "output")(flat_NA)
+    return added(self.config, x_GTM, joined_NM)
 
 
 class Expand(nn.Module):
@@ -190,11 +214,12 @@ class Expand(nn.Module):
 
 
 class Contract(nn.Module):
-  """h + (silu(gate) · up) W_down: SwiGLU, https://arxiv.org/abs/2002.05202."""
+  """h + (act(gate) · up) W_down, https://arxiv.org/abs/2002.05202."""
 
   config: config_lib.ModelConfig
 
   @nn.compact
   def __call__(self, h_GTM, gate_NF, up_NF):
     down = linear(self.config, self.config.width, "down")
-    return h_GTM + down(nn.silu(gate_NF) * up_NF).reshape(h_GTM.shape)
+    y_NM = down(activation(self.config, gate_NF) * up_NF)
+    return added(self.config, h_GTM, y_NM)

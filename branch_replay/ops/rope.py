@@ -65,20 +65,37 @@ def _yarn(inverse_H, head_dim, theta, scaling):
   return scaled_H, _yarn_attention_factor(scaling)
 
 
-def _yarn_attention_factor(scaling):
-  def temperature(mscale):
-    if scaling.factor <= 1:
-      return 1.0
-    return 0.1 * mscale * math.log(scaling.factor) + 1.0
+def _temperature(factor, mscale):
+  if factor <= 1:
+    return 1.0
+  return 0.1 * mscale * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(scaling):
+  factor = scaling.factor
   if scaling.attention_factor is not None:
     return scaling.attention_factor
   if scaling.mscale and scaling.mscale_all_dim:
-    return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
-  return temperature(1.0)
+    of_all = _temperature(factor, scaling.mscale_all_dim)
+    return _temperature(factor, scaling.mscale) / of_all
+  return _temperature(factor, 1.0)
 
 
-def rotate(x_GTND, positions_GT, *, theta: float, scaling=None):
+def score_factor(scaling: config_lib.RopeScaling | None) -> float:
+  """What latent layers multiply their scores by; 1 unless YaRN says so.
+
+  Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
+  """
+  if not isinstance(scaling, config_lib.YarnScaling):
+    return 1.0
+  if not scaling.mscale_all_dim:
+    return 1.0
+  return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def rotate(
+    x_GTND, positions_GT, *, theta: float, scaling=None, dim: int | None = None
+):
   """Rotates each head's two halves by position · frequency.
 
   (x₁, x₂) ↦ (x₁ cos φ − x₂ sin φ, x₂ cos φ + x₁ sin φ), φ = tθᵢ, where x₁ and
@@ -90,6 +107,8 @@ def rotate(x_GTND, positions_GT, *, theta: float, scaling=None):
     positions_GT: i32 absolute positions.
     theta: base.
     scaling: see `frequencies`.
+    dim: how many of a head's numbers are rotated, the first ones, as if they
+      were the head; None for all.
 
   Returns:
     Like x_GTND, in its dtype.
@@ -97,6 +116,10 @@ def rotate(x_GTND, positions_GT, *, theta: float, scaling=None):
   Source: Su et al. 2021, https://arxiv.org/abs/2104.09864.
   """
   chex.assert_rank([x_GTND, positions_GT], [4, 2])
+  if dim is not None:
+    turned, rest = jnp.split(x_GTND, [dim], axis=-1)
+    turned = rotate(turned, positions_GT, theta=theta, scaling=scaling)
+    return jnp.concatenate([turned, rest], axis=-1)
   dtype = config_lib.at_least_float32(x_GTND.dtype)
   inverse_H, factor = frequencies(x_GTND.shape[-1], theta, scaling)
   inverse_GTH = jnp.asarray(inverse_H, dtype)[None, None]
