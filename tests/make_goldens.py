@@ -55,6 +55,20 @@ _YARN = dict(
     beta_slow=0.5,
     original_max_position_embeddings=32,
 )
+_DELTA = dict(
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.5
+    ),
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_conv_kernel_dim=3,
+)
+# Every layer has a dense feed-forward; sizes of experts only have to be there.
+_LATENT = dict(
+    head_dim=4, num_key_value_heads=4, kv_lora_rank=12, qk_nope_head_dim=8,
+    qk_rope_head_dim=4, v_head_dim=10, first_k_dense_replace=2,
+    n_routed_experts=2, n_shared_experts=1, num_experts_per_tok=1, n_group=1,
+    topk_group=1, moe_intermediate_size=8,
+)
 # Name -> class, options, dtype of the file.
 MODELS = {
     "llama_llama3": (
@@ -94,7 +108,56 @@ MODELS = {
         ),
         "float32",
     ),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            num_hidden_layers=4, sliding_window=9, query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=dict(
+                full_attention=dict(
+                    rope_type="linear", rope_theta=1000.0, factor=4.0
+                ),
+                sliding_attention=dict(rope_type="default", rope_theta=50.0),
+            ),
+        ),
+        "float32",
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        dict(num_hidden_layers=3, full_attention_interval=3, **_DELTA),
+        "float32",
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(
+            layer_types=["linear_attention", "full_attention"],
+            mlp_only_layers=[0, 1], tie_word_embeddings=True, **_DELTA,
+        ),
+        "float32",
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(
+            rope_parameters=dict(
+                _YARN, mscale=1.0, mscale_all_dim=0.7,
+            ),
+            q_lora_rank=9, **_LATENT,
+        ),
+        "float32",
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1000.0),
+            q_lora_rank=None, **_LATENT,
+        ),
+        "float32",
+    ),
 }
+# Of these classes the configuration has a name of its own.
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+# Scales of their norms are stored less 1, but for the one inside of the mixer.
+ZERO_CENTRED = ("Gemma3", "Qwen3_5", "Qwen3Next")
 
 # Published scalings and corners: (head_dim, rope_parameters).
 ROPES = {
@@ -174,8 +237,8 @@ def make_small(name):
   """A random model as a directory, and its golden.npz."""
   family, options, dtype = MODELS[name]
   generator = torch.Generator().manual_seed(sum(map(ord, name)))
-  config = getattr(transformers, f"{family}Config")(
-      **_SMALL, **options, bos_token_id=1, eos_token_id=2
+  config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+      **_SMALL | options, bos_token_id=1, eos_token_id=2
   )
   model = getattr(transformers, f"{family}ForCausalLM")(config)
   with torch.no_grad():
@@ -183,6 +246,8 @@ def make_small(name):
       noise = torch.randn(parameter.shape, generator=generator)
       scale = 0.3 if parameter.ndim == 1 else 0.25
       offset = 1.0 if key.endswith("norm.weight") else 0.0
+      if family in ZERO_CENTRED and "linear_attn" not in key:
+        offset = 0.0
       parameter.copy_(offset + scale * noise)
   directory = GOLDENS / name
   model.to(getattr(torch, dtype)).save_pretrained(directory)

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -410,6 +411,20 @@ def test_chat_template_errors():
 
 def test_names_cover_every_parameter():
   both = dataclasses.replace(CONFIG, qk_norm=True, qkv_bias=True)
-  for names in (layout.HF_NAMES, layout.GGUF_NAMES):
-    paths = {slot.path for slot in layout.slots(both, names).values()}
-    assert paths == names.keys()
+  paths = {
+      slot.path for slot in layout.slots(both, layout.GGUF_NAMES).values()
+  }
+  assert paths == layout.GGUF_NAMES.keys()
+  every = dataclasses.replace(
+      both, num_layers=4, layer_pattern=("delta", "latent", "sliding", "full"),
+      window=4, delta=config_lib.GatedDelta(2, 4, 8, 12),
+      latent=config_lib.LatentAttention(12, 8, 4, 10, query_rank=9),
+      output_gate=True, post_norms=True,
+  )
+  names = layout.slots(every, layout.HF_NAMES)
+  templates = {re.sub(r"layers\.\d", "layers.{}", name) for name in names}
+  assert templates == set(layout.HF_NAMES.values())
+  with pytest.raises(ValueError, match="output_gate.* has no place in files"):
+    layout.slots(
+        dataclasses.replace(CONFIG, output_gate=True), layout.GGUF_NAMES
+    )

@@ -20,6 +20,7 @@ import tokenizers
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
+from branch_replay.weights import hf_tensors
 from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
 
@@ -41,7 +42,12 @@ def load_hf(
     param_dtype: str | None = None,
     compute_dtype: str = "float32",
 ) -> pretrained_lib.Pretrained:
-  """Loads a Llama, SmolLM, Mistral, Qwen2 or Qwen3 directory.
+  """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek directory.
+
+  Of Qwen these are Qwen2, Qwen3, Qwen3.5 and Qwen3-Next; of DeepSeek V2 and V3;
+  all of them without experts. Where a family stores the scales of its norms
+  less 1 (Gemma 3, Qwen3.5, Qwen3-Next) they are loaded as 1 + w, which bfloat16
+  rounds: pass param_dtype="float32" to keep them.
 
   Reads config.json and model.safetensors, or the shards named by
   model.safetensors.index.json; and where present generation_config.json,
@@ -66,16 +72,21 @@ def load_hf(
   mapping = _read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
     handles = _open_tensors(directory, stack)
-    stored = _stored_dtype(handles)
+    dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
     config = hf_config.config_from_hf(
         mapping,
-        param_dtype=stored if param_dtype is None else param_dtype,
+        param_dtype=dtype,
         compute_dtype=compute_dtype,
     )
-    _check_tensors(config, handles, directory)
-    params = layout.stack(
-        config, layout.HF_NAMES, lambda name: handles[name].get_tensor(name)
+    stored = hf_tensors.tensors(config, mapping)
+    shapes = _shapes(config)
+    _check_tensors(
+        config, hf_tensors.file_shapes(stored, shapes), handles, directory
     )
+    read = hf_tensors.reader(
+        stored, shapes, lambda name: handles[name].get_tensor(name)
+    )
+    params = layout.stack(config, layout.HF_NAMES, read)
   return pretrained_lib.Pretrained(
       decoder.Decoder(config), params, **_text_side(directory, mapping)
   )
@@ -141,17 +152,19 @@ def _stored_dtype(handles) -> str:
   return str(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
 
 
-def _check_tensors(config, handles, directory):
+def _shapes(config) -> dict[str, tuple[int, ...]]:
+  slots = layout.slots(config, layout.HF_NAMES)
+  return {name: slot.shape for name, slot in slots.items()}
+
+
+def _check_tensors(config, wanted, handles, directory):
   found = {
       name: tuple(handle.get_slice(name).get_shape())
       for name, handle in handles.items()
   }
-  slots = layout.slots(config, layout.HF_NAMES)
   head = layout.HF_NAMES["head/table"]
   extra_head = config.tied_embeddings and found.pop(head, None) is not None
-  layout.check(
-      {name: slot.shape for name, slot in slots.items()}, found, str(directory)
-  )
+  layout.check(wanted, found, str(directory))
   embedding = layout.HF_NAMES["embed/table"]
   if extra_head and not np.array_equal(
       handles[head].get_tensor(head), handles[embedding].get_tensor(embedding)
@@ -211,7 +224,8 @@ def save_hf(
 ):
   """Writes a directory that `load_hf` and transformers read.
 
-  `load_hf` of it gives bit-equal parameters. Everything is written under
+  `load_hf` of it gives bit-equal parameters, but for scales of norms below a
+  half in the families that store them less 1. Everything is written under
   temporary names and renamed at the end, so a save that fails leaves an earlier
   export as it was. Files that this call has nothing for, such as the tokenizer
   of an earlier export, are left alone. The host holds one copy of the
@@ -240,7 +254,10 @@ def save_hf(
     )
   pretrained_lib.check_ids(config, tokenizer, stop_ids, bos_id)
   mapping = hf_config.config_to_hf(config)
-  tensors = dict(layout.unstack(config, layout.HF_NAMES, params))
+  tensors = hf_tensors.to_file(
+      hf_tensors.tensors(config, mapping),
+      layout.unstack(config, layout.HF_NAMES, params),
+  )
   stored = functools.reduce(
       jnp.promote_types, sorted({t.dtype for t in tensors.values()}, key=str)
   )

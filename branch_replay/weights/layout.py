@@ -21,9 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import config as config_lib
+from branch_replay import pattern
 from branch_replay.models import decoder
 
-# Path of a parameter -> name of its tensor; {} is the layer.
+# Path of a parameter -> name of its tensor; {} is the layer. Of a layer that
+# is not of attention alone the path starts with its kind. Names that no file
+# has are made of those that it has in `hf_tensors`.
 HF_NAMES = {
     "embed/table": "model.embed_tokens.weight",
     "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",
@@ -35,13 +38,50 @@ HF_NAMES = {
     "layers/project/value/bias": "model.layers.{}.self_attn.v_proj.bias",
     "layers/rotate/query_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
     "layers/rotate/key_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "layers/project/output_gate/kernel": (
+        "model.layers.{}.self_attn.output_gate.weight"
+    ),
     "layers/join/output/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/join/post_norm/scale": (
+        "model.layers.{}.post_mixer_layernorm.weight"
+    ),
     "layers/expand/norm/scale": (
         "model.layers.{}.post_attention_layernorm.weight"
     ),
     "layers/expand/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
     "layers/expand/up/kernel": "model.layers.{}.mlp.up_proj.weight",
     "layers/contract/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "layers/contract/post_norm/scale": (
+        "model.layers.{}.post_feedforward_layernorm.weight"
+    ),
+    "delta/project/channels/kernel": (
+        "model.layers.{}.linear_attn.channels.weight"
+    ),
+    "delta/project/rates/kernel": (
+        "model.layers.{}.linear_attn.in_proj_ba.weight"
+    ),
+    "delta/project/output_gate/kernel": (
+        "model.layers.{}.linear_attn.in_proj_z.weight"
+    ),
+    "delta/recur/filter": "model.layers.{}.linear_attn.conv1d.weight",
+    "delta/recur/log_rate": "model.layers.{}.linear_attn.A_log",
+    "delta/recur/rate_bias": "model.layers.{}.linear_attn.dt_bias",
+    "delta/join/norm/scale": "model.layers.{}.linear_attn.norm.weight",
+    "delta/join/output/kernel": "model.layers.{}.linear_attn.out_proj.weight",
+    "latent/project/latent/kernel": (
+        "model.layers.{}.self_attn.kv_a_proj_with_mqa.weight"
+    ),
+    "latent/rotate/query_norm/scale": (
+        "model.layers.{}.self_attn.q_a_layernorm.weight"
+    ),
+    "latent/rotate/query_up/kernel": (
+        "model.layers.{}.self_attn.q_b_proj.weight"
+    ),
+    "latent/rotate/latent_norm/scale": (
+        "model.layers.{}.self_attn.kv_a_layernorm.weight"
+    ),
+    "latent/rotate/key_up": "model.layers.{}.self_attn.key_up",
+    "latent/join/value_up": "model.layers.{}.self_attn.value_up",
     "final_norm/scale": "model.norm.weight",
     "head/table": "lm_head.weight",
 }
@@ -109,13 +149,29 @@ def slots(
     )
   wanted = {}
   for path, leaf in _abstract(config).items():
-    stacked = path.startswith("layers/")
-    shape = leaf.shape[1:] if stacked else leaf.shape
+    if not path.startswith("layers/"):
+      wanted[names[path]] = Slot(path, None, leaf.shape)
+      continue
+    shape = leaf.shape[1:]
     if path.endswith("/kernel"):
       shape = shape[::-1]
-    for layer in range(config.num_layers) if stacked else [None]:
-      wanted[names[path].format(layer)] = Slot(path, layer, shape)
+    kind, of_layer, layers = _place(config, path)
+    name = names.get(f"{kind}/{of_layer}") or names.get(f"layers/{of_layer}")
+    if name is None:
+      raise ValueError(f"{path} has no place in files of this format.")
+    for index, layer in enumerate(layers):
+      wanted[name.format(layer)] = Slot(path, index, shape)
   return wanted
+
+
+def _place(config, path):
+  """Kind of a parameter's layers, its path in one, and which they are."""
+  for part in pattern.parts(config):
+    for place, kind in enumerate(part.kinds):
+      start = f"{part.path(place)}/"
+      if path.startswith(start):
+        return kind, path.removeprefix(start), part.layers(place)
+  raise ValueError(f"{path} belongs to no stack of layers.")
 
 
 def listed(names: Iterable[str], *, limit: int = 8) -> str:

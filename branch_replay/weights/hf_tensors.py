@@ -1,0 +1,278 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that families store in another form than one a parameter.
+
+`layout` knows one tensor for every parameter and layer. Where a file fuses
+two, splits one, orders their rows otherwise or stores a norm's scale less 1, a
+`Rows` says which of the file's tensors they are made of. All of these are one
+thing: rows of some tensors, one after the other, are rows of others in another
+order. What no `Rows` names is stored as it is.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from branch_replay import config as config_lib
+from branch_replay import pattern
+
+
+class Rows(NamedTuple):
+  """Which tensors of a layer are made of which of a file.
+
+  Attributes:
+    files: names in the file, which share the rows equally.
+    own: names in `layout.HF_NAMES`, whose rows may differ in number.
+    row: shape of one row in the file.
+    order: row i of the files is row order[i] of its own; None for i.
+    offset: added to what the file holds.
+    factor: and then multiplied by.
+  """
+
+  files: tuple[str, ...]
+  own: tuple[str, ...]
+  row: tuple[int, ...]
+  order: np.ndarray | None = None
+  offset: float = 0.0
+  factor: float = 1.0
+
+
+def tensors(
+    config: config_lib.ModelConfig, mapping: Mapping[str, Any]
+) -> list[Rows]:
+  """All that the family of a config.json stores in a form of its own.
+
+  Args:
+    config: what `hf_config` reads from it.
+    mapping: the parsed file.
+  """
+  family, found = mapping["model_type"], []
+  for layer, kind in enumerate(pattern.layers(config)):
+    of_layer = []
+    if family == "gemma3_text":
+      of_layer = _gemma3(config, mapping)
+    elif family in ("qwen3_5_text", "qwen3_next"):
+      of_layer = _hybrid(config, kind, fused=family == "qwen3_next")
+    elif family in ("deepseek_v2", "deepseek_v3"):
+      of_layer = _latent(config)
+    found += [
+        rows._replace(
+            files=tuple(f"model.layers.{layer}.{x}" for x in rows.files),
+            own=tuple(f"model.layers.{layer}.{x}" for x in rows.own),
+        )
+        for rows in of_layer
+    ]
+  if family in ("gemma3_text", "qwen3_5_text", "qwen3_next"):
+    found.append(_less_one("model.norm.weight"))
+  return found
+
+
+def _less_one(file: str, own: str | None = None, factor: float = 1.0) -> Rows:
+  """A scale that is stored less 1."""
+  return Rows((file,), (own or file,), (), offset=1.0, factor=factor)
+
+
+def _gemma3(config, mapping) -> list[Rows]:
+  # Scores are divided by another number than the root of the head's size.
+  divisor = mapping.get("query_pre_attn_scalar", 256)
+  return [
+      _less_one("input_layernorm.weight"),
+      _less_one(
+          "post_attention_layernorm.weight", "post_mixer_layernorm.weight"
+      ),
+      _less_one(
+          "pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"
+      ),
+      _less_one("post_feedforward_layernorm.weight"),
+      _less_one(
+          "self_attn.q_norm.weight", factor=(config.head_dim / divisor) ** 0.5
+      ),
+      _less_one("self_attn.k_norm.weight"),
+  ]
+
+
+def _hybrid(config, kind, fused: bool) -> list[Rows]:
+  """A layer of Qwen3.5, or of Qwen3-Next, which fuses two projections."""
+  norms = [
+      _less_one("input_layernorm.weight"),
+      _less_one("post_attention_layernorm.weight"),
+  ]
+  if kind == "full":
+    heads, size = config.num_heads, config.head_dim
+    return [
+        *norms,
+        _less_one("self_attn.q_norm.weight"),
+        _less_one("self_attn.k_norm.weight"),
+        Rows(
+            ("self_attn.q_proj.weight",),
+            ("self_attn.q_proj.weight", "self_attn.output_gate.weight"),
+            (config.width,), _by_head(heads, (size, size)),
+        ),
+    ]
+  delta, row = config.delta, (config.width,)
+  heads, repeats = delta.key_heads, delta.value_heads // delta.key_heads
+  values = repeats * delta.value_dim
+  at = np.arange(heads * delta.channels).reshape(heads, -1)
+  apart = np.concatenate([
+      x.reshape(-1)
+      for x in np.split(at, [delta.key_dim, 2 * delta.key_dim], axis=1)
+  ])
+  stored = [*norms, Rows(
+      ("linear_attn.conv1d.weight",), ("linear_attn.conv1d.weight",),
+      (1, delta.conv_width), apart,
+  )]
+  stored += [
+      Rows((name,), (name,), ())
+      for name in ("linear_attn.A_log", "linear_attn.dt_bias")
+  ]
+  channels = "linear_attn.channels.weight"
+  if fused:
+    return [*stored, Rows(
+        ("linear_attn.in_proj_qkvz.weight",),
+        (channels, "linear_attn.in_proj_z.weight"), row,
+        _by_head(heads, (delta.channels, values)),
+    )]
+  rates = np.arange(2 * heads * repeats).reshape(heads, 2, repeats)
+  return [
+      *stored,
+      Rows(("linear_attn.in_proj_qkv.weight",), (channels,), row, apart),
+      Rows(
+          ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+          ("linear_attn.in_proj_ba.weight",), row,
+          rates.swapaxes(0, 1).reshape(-1),
+      ),
+  ]
+
+
+def _latent(config) -> list[Rows]:
+  """A layer of DeepSeek, whose rotated pairs are neighbours."""
+  latent, heads = config.latent, config.num_heads
+  pairs = np.arange(latent.rope_dim).reshape(2, -1).T.reshape(-1)
+  shared = np.concatenate([np.arange(latent.rank), latent.rank + pairs])
+  head = np.concatenate([np.arange(latent.nope_dim), latent.nope_dim + pairs])
+  queries = latent.query_dim * np.arange(heads)[:, None] + head
+  by_head = queries.reshape(-1)
+  if latent.query_rank:
+    of_queries = [
+        Rows(
+            ("self_attn.q_a_proj.weight",), ("self_attn.q_proj.weight",),
+            (config.width,),
+        ),
+        Rows(
+            ("self_attn.q_b_proj.weight",), ("self_attn.q_b_proj.weight",),
+            (latent.query_rank,), by_head,
+        ),
+    ]
+  else:
+    of_queries = [Rows(
+        ("self_attn.q_proj.weight",), ("self_attn.q_proj.weight",),
+        (config.width,), by_head,
+    )]
+  joint = "self_attn.kv_a_proj_with_mqa.weight"
+  return [
+      *of_queries,
+      Rows((joint,), (joint,), (config.width,), shared),
+      Rows(
+          ("self_attn.kv_b_proj.weight",),
+          ("self_attn.key_up", "self_attn.value_up"), (latent.rank,),
+          _by_head(heads, (latent.nope_dim, latent.value_dim)),
+      ),
+  ]
+
+
+def _by_head(heads: int, sizes: tuple[int, int]) -> np.ndarray:
+  """Rows of two matrices that a file deals out head by head."""
+  first = np.arange(heads * sizes[0]).reshape(heads, -1)
+  second = first.size + np.arange(heads * sizes[1]).reshape(heads, -1)
+  return np.concatenate([first, second], axis=1).reshape(-1)
+
+
+def file_shapes(
+    stored: list[Rows], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+  """Shapes of a file's tensors, from those of one tensor a parameter."""
+  found = dict(shapes)
+  for rows in stored:
+    for name in rows.own:
+      del found[name]
+  for rows in stored:
+    numbers = sum(int(np.prod(shapes[name])) for name in rows.own)
+    count = numbers // int(np.prod(rows.row)) // len(rows.files)
+    for name in rows.files:
+      found[name] = (count, *rows.row)
+  return found
+
+
+def reader(
+    stored: list[Rows], shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> Callable[[str], np.ndarray]:
+  """A reader of one tensor a parameter, from one of a file's tensors.
+
+  Args:
+    stored: of `tensors`.
+    shapes: of the tensors it reads.
+    read: from name to tensor, in the file's form.
+  """
+  by_name = {name: rows for rows in stored for name in rows.own}
+
+  def read_own(name):
+    rows = by_name.get(name)
+    if rows is None:
+      return read(name)
+    values = np.concatenate([read(file) for file in rows.files])
+    if rows.offset or rows.factor != 1:
+      wide = values.astype(config_lib.at_least_float32(values.dtype))
+      values = (wide + rows.offset) * rows.factor
+    if rows.order is not None:
+      ordered = np.empty_like(values)
+      ordered[rows.order] = values
+      values = ordered
+    before = rows.own[: rows.own.index(name)]
+    start = sum(_count(rows, shapes[other]) for other in before)
+    part = values[start : start + _count(rows, shapes[name])]
+    return _turned(name, part, shapes[name])
+
+  return read_own
+
+
+def _count(rows: Rows, shape) -> int:
+  return int(np.prod(shape)) // int(np.prod(rows.row))
+
+
+def _turned(name, rows, shape):
+  """Rows as the tensor of a parameter: `value_up` has columns for rows."""
+  if name.endswith("value_up"):
+    heads, rank, size = shape
+    return rows.reshape(heads, size, rank).swapaxes(1, 2)
+  return rows.reshape(shape)
+
+
+def to_file(
+    stored: list[Rows], named: Iterable[tuple[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+  """The inverse: a file's tensors from one a parameter.
+
+  A scale that is stored less 1 is rounded to its dtype as it is stored.
+  """
+  found = dict(named)
+  made = {}
+  for rows in stored:
+    values = np.concatenate([
+        (x.swapaxes(1, 2) if name.endswith("value_up") else x).reshape(
+            -1, *rows.row
+        )
+        for name, x in ((name, found.pop(name)) for name in rows.own)
+    ])
+    if rows.order is not None:
+      values = values[rows.order]
+    if rows.offset or rows.factor != 1:
+      wide = values.astype(config_lib.at_least_float32(values.dtype))
+      values = (wide / rows.factor - rows.offset).astype(values.dtype)
+    parts = np.split(values, len(rows.files))
+    made |= dict(zip(rows.files, map(np.ascontiguousarray, parts), strict=True))
+  return found | made
