@@ -29,6 +29,13 @@ PRESETS = {
     "qwen3-8b": config_lib.ModelConfig(
         width=4096, num_layers=36, num_heads=32, ffn_width=12288, **_QWEN3
     ),
+    "qwen3.5-27b": config_lib.ModelConfig(
+        vocab_size=248320, width=5120, num_layers=64, num_heads=24,
+        num_kv_heads=4, head_dim=256, ffn_width=17408, max_positions=262144,
+        rope_theta=1e7, rotary_dim=64, norm_eps=1e-6, qk_norm=True,
+        output_gate=True, layer_pattern=("delta", "delta", "delta", "full"),
+        delta=config_lib.GatedDelta(16, 48, 128, 128, conv_width=4),
+    ),
     "llama-3.1-8b": config_lib.ModelConfig(
         vocab_size=128256, width=4096, num_layers=32, num_heads=32,
         num_kv_heads=8, head_dim=128, ffn_width=14336, max_positions=131072,

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far eight chips reach: plans of an 8B decoder, some of them compiled.
 
+And of a 27B hybrid of gated delta layers and full attention, none of them
+compiled.
+
   python -m experiments.plan_table
 
 Cost: minutes a compilation, one at a time, in an environment with the TPU
@@ -41,13 +44,22 @@ _PLANNED = tuple(
     dict(accumulator_dtype="float32", adapter_rank=rank, compile=False)
     for rank in (0, 16)
 )
+_HYBRID = tuple(
+    dict(
+        model="qwen3.5-27b", prefix=prefix, mode=mode, adapter_rank=rank,
+        compile=False,
+    )
+    for prefix in (2097152, 4456448)
+    for rank in (0, 16)
+    for mode in ("exact", "stop")
+)
 
 
 def run(_):
   """Fills the result file with the cases that it does not have."""
   found = json.loads(_FILE.read_text()) if _FILE.exists() else {"plans": []}
   done = [plan["flags"] for plan in found["plans"]]
-  for changes in tqdm.tqdm(_COMPILED + _PLANNED, desc="plans"):
+  for changes in tqdm.tqdm(_COMPILED + _PLANNED + _HYBRID, desc="plans"):
     flags = _BASE | changes
     if flags in done:
       continue

@@ -35,7 +35,7 @@ def comparison(results: dict) -> str:
 
 
 def plans(results: dict) -> str:
-  """Plans as a Markdown table, those that were compiled first."""
+  """Plans of the 8B decoder, those that were compiled first."""
   head = (
       "| mode | trains | G | P | accumulator | planned | compiled "
       "| longest P at 88 GiB |\n|---|---|---|---|---|---|---|---|\n"
@@ -43,6 +43,8 @@ def plans(results: dict) -> str:
   rows = []
   for plan in results["plans"]:
     flags = plan["flags"]
+    if plan["model"] != "qwen3-8b":
+      continue
     rank = flags["adapter_rank"]
     compiled = plan.get("compiled_bytes_per_device")
     rows.append(
@@ -52,6 +54,30 @@ def plans(results: dict) -> str:
         f"| {plan['bytes_per_device']['total'] / 2**30:.1f} GiB "
         f"| {f'{compiled / 2**30:.1f} GiB' if compiled else '–'} "
         f"| {plan['longest_prefix']:,} |\n"
+    )
+  return head + "".join(rows)
+
+
+def hybrid_plans(results: dict) -> str:
+  """Plans of the 27B hybrid: what each part of a device's memory holds."""
+  kinds = "state", "accumulator", "kept", "working"
+  head = (
+      f"| mode | trains | P | weights | {' | '.join(kinds)} | total "
+      "| fits 88 GiB | longest P that does |\n"
+      f"|{'---|' * (len(kinds) + 7)}\n"
+  )
+  rows = []
+  for plan in results["plans"]:
+    if plan["model"] != "qwen3.5-27b":
+      continue
+    rank, size = plan["flags"]["adapter_rank"], plan["bytes_per_device"]
+    weights = size["parameters"] + size["gradients"] + size["optimizer"]
+    rows.append(
+        f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
+        f"| {plan['prefix']:,} | {weights / 2**30:.1f} "
+        + "".join(f"| {size[kind] / 2**30:.1f} " for kind in kinds)
+        + f"| {size['total'] / 2**30:.1f} "
+        f"| {'yes' if plan['fits'] else 'no'} | {plan['longest_prefix']:,} |\n"
     )
   return head + "".join(rows)
 
@@ -218,6 +244,7 @@ def over_shapes(results: dict) -> str:
 # Of a table's name, the part before a dot is its result file.
 _FORMS = {
     "plan": plans,
+    "plan.hybrid": hybrid_plans,
     "accumulator_error": rounding,
     "bias_batch.groups": groups,
     "bias_batch.sums": sums,

@@ -107,10 +107,11 @@ def test_the_published_shape_as_one_object():
 
 
 def test_presets_are_what_their_files_say(tmp_path):
-  # Parameters as published: 8.2, 4.0, 0.6, 8.0, 7.6 and 0.135 billion.
+  # Parameters as published: 8.2, 4.0, 0.6, 8.0, 7.6, 0.135 and 27 billion.
   counts = {
       "qwen3-8b": 8.19, "qwen3-4b": 4.02, "qwen3-0.6b": 0.596,
       "llama-3.1-8b": 8.03, "qwen2.5-7b": 7.62, "smollm2-135m": 0.1345,
+      "qwen3.5-27b": 26.9,
   }
   assert set(counts) == set(presets.PRESETS)
   for name, billions in counts.items():
@@ -122,6 +123,27 @@ def test_presets_are_what_their_files_say(tmp_path):
   written = hf_config.config_to_hf(presets.geometry("qwen3-4b"))
   (tmp_path / "config.json").write_text(json.dumps(written))
   assert presets.geometry(str(tmp_path)) == presets.geometry("qwen3-4b")
+
+
+def test_a_hybrid_grows_with_its_full_layers_alone():
+  shape = dict(model="qwen3.5-27b", mode="stop", budget_gib=88.0)
+  short, long = (
+      run(prefix=prefix, **shape) for prefix in (2097152, 4456448)
+  )
+  # 16 of 64 layers: keys and values of 4 heads of 256, two bytes each.
+  position = 16 * 2 * 4 * 256 * 2
+  grown = (
+      long["bytes_per_device"]["total"] - short["bytes_per_device"]["total"]
+  )
+  assert grown == position * (4456448 - 2097152) // 8
+  assert long["fits"]
+  exact = shape | dict(mode="exact")
+  assert run(prefix=2097152, **exact)["fits"]
+  assert not run(prefix=4456448, **exact)["fits"]
+  kept = run(prefix=2097152, **exact)["bytes_per_device"]
+  # A chunk's incoming matrices and inputs: 48 layers, 2 of 16 heads here.
+  before = 48 * 2 * (3 * 128 * 128 * 4 + 3 * (2 + 3) * 128 * 2)
+  assert kept["state"] - short["bytes_per_device"]["state"] == 256 * before
 
 
 def test_what_cannot_be_planned_is_an_error():
