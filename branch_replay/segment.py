@@ -320,16 +320,17 @@ def decode(
   Args:
     config: geometry.
     layer_params: the tree under "layers".
-    x_GTM: the embedded tokens; one a branch where layers are recurrent.
+    x_GTM: the embedded tokens.
     state: `PrefixState` of the prefix.
     caches: of the branches' tokens so far, `state.caches`.
     slots_GT: i32, how many tokens of its branch came before each; those past
       the room of the caches are not written.
 
   Returns:
-    y_GTM before the final norm, and the caches with the new tokens.
+    y_GTM before the final norm, the caches with the new tokens, and the block
+    that `settle` needs to take in some of them.
   """
-  new_caches = []
+  new_caches, blocks = [], []
   for part, stacks, of_part, prefixes in zip(
       pattern.parts(config), pattern.split(config, layer_params),
       pattern.split(config, caches), pattern.split(config, state.mixer),
@@ -338,23 +339,49 @@ def decode(
     def turn(carry, inputs, part=part, prefixes=prefixes):
       x_GTM, caches = carry
       index, stacks = inputs
-      caches = list(caches)
+      caches, of_turn = list(caches), []
       for place, kind in enumerate(part.kinds):
         def mix(params, mixed, place=place, kind=kind):
-          return kinds.mixer(kind).decode(
+          out, cache, block = kinds.mixer(kind).decode(
               config, params, mixed, index, caches[place], prefixes[place],
               state.length, slots_GT,
           )
+          return out, (cache, block)
 
-        x_GTM, caches[place], _ = layer_forward(
+        x_GTM, (caches[place], block), _ = layer_forward(
             config, kind, stacks[place], x_GTM, mix
         )
-      return (x_GTM, caches), None
+        of_turn.append(block)
+      return (x_GTM, caches), of_turn
 
     numbered = jnp.arange(part.count), stacks
-    (x_GTM, of_part), _ = lax.scan(turn, (x_GTM, of_part), numbered)
+    (x_GTM, of_part), of_turns = lax.scan(turn, (x_GTM, of_part), numbered)
     new_caches.append(of_part)
-  return x_GTM, pattern.join(config, new_caches)
+    blocks.append(of_turns)
+  return (
+      x_GTM, pattern.join(config, new_caches), pattern.join(config, blocks)
+  )
+
+
+def settle(
+    config: config_lib.ModelConfig, layer_params, caches, block, taken_G
+):
+  """The caches after those tokens of a block that each branch took.
+
+  Args:
+    config: geometry.
+    layer_params: as in `decode`.
+    caches: that `decode` returned.
+    block: that `decode` returned.
+    taken_G: i32, how many of the block's tokens, the first ones, are now of
+      the branch.
+  """
+  def of_stack(kind, params, caches, block):
+    mixer = kinds.mixer(kind)
+    own = params.get(mixer.STAGE, {})
+    return mixer.settle(config, own, caches, block, taken_G)
+
+  return pattern.over(config, of_stack, layer_params, caches, block)
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):

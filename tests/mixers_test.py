@@ -172,11 +172,21 @@ def test_bfloat16_fits_together_and_gives_float32_gradients(name):
   caches = jax.eval_shape(
       lambda mixer: state_lib.caches(config, mixer, 2, 4), state.mixer
   )
-  assert jax.eval_shape(
-      lambda *arguments: segment.decode(config, *arguments),
-      params["layers"], jax.ShapeDtypeStruct((2, 1, 32), jnp.bfloat16), state,
-      caches, jax.ShapeDtypeStruct((2, 1), jnp.int32),
-  )[1] == caches
+
+  def block(params, x_GTM, state, caches, slots_GT):
+    _, caches, inputs = segment.decode(
+        config, params, x_GTM, state, caches, slots_GT
+    )
+    return caches, segment.settle(
+        config, params, caches, inputs, slots_GT[:, -1]
+    )
+
+  for tokens in (1, 3):
+    assert jax.eval_shape(
+        block, params["layers"],
+        jax.ShapeDtypeStruct((2, tokens, 32), jnp.bfloat16), state, caches,
+        jax.ShapeDtypeStruct((2, tokens), jnp.int32),
+    ) == (caches, caches)
 
 
 def test_adapters_may_be_in_layers_of_one_kind_alone(x64):

@@ -157,7 +157,7 @@ def test_rows_of_a_batch_are_rolled_back_each_by_its_own_length(x64):
   past_GT = jnp.pad(
       wanted.tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PROMPT[-1]
   )
-  _, past = jax.jit(block.run, static_argnums=0)(
+  _, past, _ = jax.jit(block.run, static_argnums=0)(
       decoder, params, state, rows.cache, jnp.zeros(BRANCHES, jnp.int32),
       past_GT,
   )

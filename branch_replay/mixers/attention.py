@@ -218,7 +218,8 @@ def decode(
     slots_GT: i32, the slots of the new tokens, consecutive in each branch.
 
   Returns:
-    out_KGRTD, and the cache with the new tokens.
+    out_KGRTD, the cache with the new tokens, and what `settle` needs to take
+    some of them in later: nothing here.
   """
   return attend_cache(
       config, params, mixed, layer, cache, stack, length, slots_GT,
@@ -255,4 +256,21 @@ def attend_cache(
       q, cache, layer, slots_GT, prefix, layer, prefix_length, window=window,
       lowest_GT=lowest_GT,
   )
-  return out, cache
+  return out, cache, None
+
+
+def settle(config, params, cache, block, taken_G):
+  """Slots beyond those that a branch took are not seen, and written over.
+
+  Args:
+    config: geometry.
+    params: of the stage `STAGE`, of the whole stack.
+    cache: of the stack.
+    block: what `decode` left of every layer.
+    taken_G: i32, how many of the block's tokens each branch took.
+
+  Returns:
+    The cache after the tokens that were taken.
+  """
+  del config, params, block, taken_G
+  return cache

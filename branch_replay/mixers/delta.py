@@ -219,24 +219,56 @@ def cache(config, count, branches, tokens, stack: Recurrent) -> Left:
 def decode(
     config, params, mixed, layer, cache: Left, stack, length, slots_GT
 ):
-  """One layer of one new token, T = 1; see `mixers.attention.decode`.
+  """One layer of a block of new tokens; see `mixers.attention.decode`.
 
-  What a token has been added to cannot be taken back.
+  One token is taken at once: it is the token that the branch has. What more of
+  them would be added to cannot be taken back, so the cache stays as it was
+  before a longer block, whose inputs are kept for `settle`.
   """
   del stack, length
-  delta, (branches, tokens) = config.delta, slots_GT.shape
-  channels, rates = (
-      x.reshape(branches, tokens, delta.key_heads, -1) for x in mixed
-  )
-  own = gated_delta.Parameters(
+  heads, (branches, tokens) = config.delta.key_heads, slots_GT.shape
+  block = tuple(x.reshape(branches, tokens, heads, -1) for x in mixed)
+  matrix, last = (x.swapaxes(0, 1) for x in _at(cache, layer))
+  arguments = _own(params), *block, matrix, last
+  key_dim = config.delta.key_dim
+  if tokens > 1:
+    out, _, _ = gated_delta.mix(*arguments, key_dim=key_dim)
+    return out, cache, block
+  out, *left = gated_delta.step(*arguments, key_dim=key_dim)
+  return out, _put(cache, layer, left), None
+
+
+def settle(config, params, cache: Left, block, taken_G) -> Left:
+  """Runs the tokens that were taken once more, from before the block.
+
+  See `mixers.attention.settle`.
+  """
+  if block is None:
+    return cache
+
+  def of_layer(cache, inputs):
+    layer, params, block = inputs
+    matrix, last = (x.swapaxes(0, 1) for x in _at(cache, layer))
+    _, *left = gated_delta.mix(
+        _own(params), *block, matrix, last, taken_G,
+        key_dim=config.delta.key_dim,
+    )
+    return _put(cache, layer, left), None
+
+  numbered = jnp.arange(cache.matrix.shape[0]), params, block
+  cache, _ = lax.scan(of_layer, cache, numbered)
+  return cache
+
+
+def _own(params) -> gated_delta.Parameters:
+  return gated_delta.Parameters(
       params["filter"], params["log_rate"], params["rate_bias"]
   )
-  matrix, last = (x.swapaxes(0, 1) for x in _at(cache, layer))
-  out, *left = gated_delta.step(
-      own, channels, rates, matrix, last, key_dim=delta.key_dim
-  )
-  cache = jax.tree.map(
+
+
+def _put(cache: Left, layer, left) -> Left:
+  """The cache with what one layer left behind in every branch."""
+  return jax.tree.map(
       lambda x, new: x.at[layer].set(new.swapaxes(0, 1).astype(x.dtype)),
       cache, Left(*left),
   )
-  return out, cache

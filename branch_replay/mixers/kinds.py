@@ -14,7 +14,8 @@ engine maps over the stacks of a model without knowing what is in them:
   fit                the state with room for another number of positions;
   complete           whether all that popping needs is there;
   forward, backward  one layer of a segment, there and back;
-  cache, decode      one layer of a new token of every branch.
+  cache, decode      one layer of a block of new tokens of every branch;
+  settle             the cache after those of the block that a branch took.
 """
 
 from branch_replay.mixers import attention

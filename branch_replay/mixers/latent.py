@@ -15,7 +15,7 @@ from branch_replay.models import latent_layers
 
 MIXED = 2  # queries and latents
 STAGE = "rotate"
-complete, skip = full.complete, full.skip
+complete, skip, settle = full.complete, full.skip, full.settle
 
 
 def _zeros(config, count: int, slots: int, dtype):

@@ -24,7 +24,8 @@ from branch_replay.mixers import sizes as sizes_lib
 from branch_replay.models import layers
 from branch_replay.ops import attention
 
-MIXED, STAGE, cache = full.MIXED, full.STAGE, full.cache
+MIXED, STAGE = full.MIXED, full.STAGE
+cache, settle = full.cache, full.settle
 
 
 def _rotate(config, params, mixed, positions_GT):

@@ -7,6 +7,9 @@ inputs n, n + 1, …, which are written to those slots of the cache and see the
 slots up to their own. So a row is rolled back by a smaller n: what lies beyond
 is not seen, and overwritten before it is. Inputs past the room of the cache are
 not written, never shifted onto others; their outputs are not to be used.
+
+A recurrent layer has no slots: of a block of more than one input it keeps what
+came before, and `settle` takes in as many of the inputs as the row did.
 """
 
 import jax
@@ -44,15 +47,23 @@ def run(
     tokens_NT: i32, its next inputs.
 
   Returns:
-    hidden_NTM after the final norm, and the cache with the block in it.
+    hidden_NTM after the final norm, the cache with the block in it, and what
+    `settle` makes of both the cache after some of its inputs.
   """
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
-  x_NTM, cache = segment.decode(
+  x_NTM, cache, block = segment.decode(
       model.config, params["layers"], x_NTM, state, cache,
       slots(starts_N, tokens_NT.shape[1]),
   )
-  return model.apply(outer, x_NTM, method="normalize"), cache
+  return model.apply(outer, x_NTM, method="normalize"), cache, block
+
+
+def settle(model: decoder.Decoder, params, cache, block, taken_N):
+  """The cache after the first `taken_N` inputs of every row's block."""
+  return segment.settle(
+      model.config, params["layers"], cache, block, taken_N
+  )
 
 
 def head_table(model: decoder.Decoder, params) -> jax.Array:

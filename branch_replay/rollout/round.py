@@ -95,7 +95,7 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
   draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
   if drafter is not None:
     draft_Nk, memory = drafter.propose(task, memory, view)
-  hidden_NTM, cache = block.run(
+  hidden_NTM, cache, inputs_run = block.run(
       task.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
       jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
   )
@@ -105,6 +105,9 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
   finish_before_N = answers.finish[rows.ids_N]
   running_N = finish_before_N == Finish.RUNNING
   emitted_N = jnp.where(running_N, emitted_N, 0)
+  cache = block.settle(
+      task.model, inputs.params, cache, inputs_run, emitted_N
+  )
   ran_N = running_N.astype(jnp.int32)
   answers = dataclasses.replace(
       _append(answers, rows.ids_N, tokens_NT, log_probs_NT, emitted_N),

@@ -77,8 +77,7 @@ def sample(
 
   Raises:
     ValueError: an empty prompt or group, ids outside the vocabulary, more
-      positions than the model has, drafts without a drafter, or drafts for a
-      model with recurrent layers.
+      positions than the model has, or drafts without a drafter.
   """
   config = model.config
   if branches < 1 or max_tokens < 1:
@@ -87,11 +86,6 @@ def sample(
     )
   sizes = loop.buckets(branches) if compact else (branches,)
   draft_lengths = _draft_lengths(draft_length, sizes, drafter)
-  if config.recurrent and any(draft_lengths.values()):
-    raise ValueError(
-        "Recurrent layers cannot take back a draft that is not accepted: "
-        "sample from this model with draft_length=0."
-    )
   group_lib.check_tokens(stop_ids, config, "stop ids")
   group = group_lib.Group.create(prompt, [[]], config=config)
   length = int(group.prompt_length)

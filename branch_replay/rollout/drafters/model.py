@@ -69,7 +69,7 @@ class Model:
     def step(carry, inputs):
       cache, token_N = carry
       index, noise_NV = inputs
-      hidden_NTM, cache = block.run(
+      hidden_NTM, cache, _ = block.run(
           self.model, self.params, self.state, cache, view.lengths_N + index,
           token_N[:, None],
       )
