@@ -16,11 +16,13 @@ One capital letter per axis, carried in the names of arrays (`q_KGRTD`):
 
 Gated delta layers: K key heads of D with R value heads of E each, W inputs of
 the short convolution, X = 2D + R·E of its channels a key head. Latent layers: C
-numbers of a position's latent.
+numbers of a position's latent. Layers of experts: E of them, k a token, R rows
+one a token and choice.
 """
 
 # isort: off
 from branch_replay.chunk_sampling import Sampling
+from branch_replay.config import Experts
 from branch_replay.config import GatedDelta
 from branch_replay.config import LatentAttention
 from branch_replay.config import LinearScaling
@@ -49,6 +51,7 @@ from branch_replay.weights.hf import save_hf
 
 __all__ = [
     "Decoder",
+    "Experts",
     "Finish",
     "GatedDelta",
     "Group",

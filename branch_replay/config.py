@@ -175,6 +175,89 @@ class LatentAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+  """Geometry and routing of mixture-of-experts feed-forwards.
+
+  A token is served by the `top_k` experts of the highest scores, whatever
+  other tokens choose: none is ever dropped. The scores of those experts, taken
+  at the choice, are their weights in the sum.
+
+  Attributes:
+    count: E, experts of a layer.
+    top_k: k, experts of a token.
+    width: F, hidden width of one expert.
+    shared_width: hidden width of an expert that serves every token; 0 for none.
+    shared_gate: whether that expert's output is scaled by the sigmoid of a
+      learned projection of the token (Qwen3-Next).
+    first_dense: leading layers that have a dense feed-forward instead.
+    scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
+    normalised: whether a token's k weights are divided by their sum.
+    scaling: factor on the weights, after that.
+    correction: whether every expert has a number that is added to its score
+      for the choice and not for the weight. It gets no gradient: it is for
+      rules that balance without a loss, https://arxiv.org/abs/2408.15664.
+    groups: equal groups of neighbouring experts; a token chooses within
+      `top_groups` of them alone.
+    top_groups: see `groups`.
+    group_top: a group is as good as the sum of so many of its highest scores
+      (DeepSeek: 1 in V2, 2 in V3).
+
+  Sources: Qwen3, https://arxiv.org/abs/2505.09388; DeepSeek-V2,
+  https://arxiv.org/abs/2405.04434; DeepSeek-V3,
+  https://arxiv.org/abs/2412.19437.
+  """
+
+  count: int
+  top_k: int
+  width: int
+  shared_width: int = 0
+  shared_gate: bool = False
+  first_dense: int = 0
+  scores: str = "softmax"
+  normalised: bool = True
+  scaling: float = 1.0
+  correction: bool = False
+  groups: int = 1
+  top_groups: int = 1
+  group_top: int = 1
+
+  def __post_init__(self):
+    for field, least in dict(
+        count=1, top_k=1, width=1, shared_width=0, first_dense=0, groups=1,
+        top_groups=1, group_top=1,
+    ).items():
+      if getattr(self, field) < least:
+        raise ValueError(
+            f"Experts.{field} must be at least {least}: {getattr(self, field)}"
+        )
+    if self.scores not in ("softmax", "sigmoid"):
+      raise ValueError(
+          f"Experts.scores must be 'softmax' or 'sigmoid': {self.scores!r}"
+      )
+    if self.shared_gate and not self.shared_width:
+      raise ValueError(
+          "Experts.shared_gate=True scales a shared expert: give it a "
+          "shared_width."
+      )
+    if self.count % self.groups:
+      raise ValueError(
+          f"Experts.count={self.count} is not a multiple of "
+          f"groups={self.groups}."
+      )
+    size = self.count // self.groups
+    if self.top_groups > self.groups or self.group_top > size:
+      raise ValueError(
+          f"Experts has {self.groups} groups of {size}: top_groups="
+          f"{self.top_groups} and group_top={self.group_top} cannot be more."
+      )
+    if self.top_k > size * self.top_groups:
+      raise ValueError(
+          f"Experts.top_k={self.top_k} is more than the "
+          f"{size * self.top_groups} experts that a token may choose from."
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """Geometry and dtypes of a Llama-like decoder.
 
@@ -211,6 +294,8 @@ class ModelConfig:
       i it sees the keys at j with i − j < W. None without such layers.
     delta: geometry of delta layers; None without such layers.
     latent: geometry of latent layers; None without such layers.
+    experts: the feed-forward is a mixture of experts in all but the first of
+      the layers; None for a dense one of `ffn_width` in all.
     tied_embeddings: the head is the embedding table.
     adapter: low-rank updates on the matrices of the layers, see `adapters`.
     param_dtype: dtype parameters are stored in.
@@ -241,6 +326,7 @@ class ModelConfig:
   window: int | None = None
   delta: GatedDelta | None = None
   latent: LatentAttention | None = None
+  experts: Experts | None = None
   tied_embeddings: bool = False
   adapter: Adapter | None = None
   param_dtype: str = "float32"
@@ -279,6 +365,7 @@ class ModelConfig:
           f"{', '.join(ACTIVATIONS)}."
       )
     self._check_pattern()
+    self._check_experts()
     for field in ("param_dtype", "compute_dtype"):
       if not jnp.issubdtype(jnp.dtype(getattr(self, field)), jnp.floating):
         raise ValueError(f"{field} must be a float: {getattr(self, field)}")
@@ -324,6 +411,24 @@ class ModelConfig:
       )
     if self.window is not None and self.window < 1:
       raise ValueError(f"window must be at least 1: {self.window}")
+
+  def _check_experts(self):
+    if self.experts is None:
+      return
+    if self.experts.first_dense >= self.num_layers:
+      raise ValueError(
+          f"Experts.first_dense={self.experts.first_dense} leaves none of "
+          f"{self.num_layers} layers with experts: use experts=None."
+      )
+    if self.adapter is not None:
+      refused = {"gate", "up", "down"} & set(self.adapter.matrices)
+      if refused:
+        left = [name for name in self.adapter.matrices if name not in refused]
+        raise ValueError(
+            f"Adapter.matrices={self.adapter.matrices}: a model with experts "
+            "has no adapters in its feed-forwards. Name others, as in "
+            f"{tuple(left)}."
+        )
 
   @property
   def recurrent(self) -> bool:

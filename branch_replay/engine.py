@@ -138,7 +138,7 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
     keep: what to keep for `pop_chunk`, as in `segment.forward`.
 
   Returns:
-    The mixer state with the chunk's keys and values, and what was kept.
+    The state with what the chunk left behind, and what was kept.
   """
   size = task.chunks(state.capacity).size
   seen = state_lib.seen(task.config, state.mixer)
@@ -150,7 +150,7 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
       segment.embed(task.config, params, tokens, task.layout), context,
       layout=task.layout, keep=keep, present=True,
   )
-  return state_lib.push(task.config, state.mixer, present, chunk), kept
+  return state_lib.push(task.config, state, present, chunk), kept
 
 
 def pop_chunk(
@@ -185,9 +185,14 @@ def pop_chunk(
       task, all_tokens, seen, index, size, state.length
   )
   if kept is None:
+    here = size // task.layout.devices
+    choices = state_lib.chosen(
+        state, chunk.start, here, room // task.layout.devices
+    )
     _, _, kept = segment.forward(
         task.config, params["layers"],
-        segment.embed(task.config, params, tokens, task.layout), context,
+        segment.embed(task.config, params, tokens, task.layout),
+        context._replace(choices=choices),
         layout=task.layout, keep=_segment_keep(task.schedule.activations),
     )
   nothing_GTM = jnp.zeros(

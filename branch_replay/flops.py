@@ -4,12 +4,12 @@
 
   F(T | P) = 2NT + 4LdTP + 2LdT²
 
-is the forward pass of T tokens on a prefix of P: N parameters of the layers,
-L layers, d = heads · head_dim, causal; in layers with a window every query sees
-at most W keys, and the gated delta rule costs 6DE a token and value head,
-whatever P is. A backward pass is 2F. The head costs
-2VM a tail token forward, twice that backward, and once more because logits are
-computed again. Padding, norms and softmax are not counted.
+is the forward pass of T tokens on a prefix of P: N parameters of the layers, of
+experts those that a token has, L layers, d = heads · head_dim, causal; in
+layers with a window every query sees at most W keys, and the gated delta rule
+costs 6DE a token and value head, whatever P is. A backward pass is 2F. The head
+costs 2VM a tail token forward, twice that backward, and once more because
+logits are computed again. Padding, norms and softmax are not counted.
 """
 
 from branch_replay import config as config_lib
@@ -17,7 +17,7 @@ from branch_replay import pattern
 
 
 def layer_parameters(config: config_lib.ModelConfig) -> int:
-  """N, weights of the matrices of all layers."""
+  """N, weights of the matrices that a token meets in all layers."""
   def mixer(kind):
     if kind == "latent":
       return _latent_parameters(config)
@@ -30,8 +30,18 @@ def layer_parameters(config: config_lib.ModelConfig) -> int:
     values = delta.value_heads * (2 + 2 * delta.value_dim)
     return config.width * (channels + values) + channels * delta.conv_width
 
-  feed_forward = 3 * config.width * config.ffn_width
-  return sum(mixer(kind) + feed_forward for kind in pattern.layers(config))
+  def feed_forward(experts):
+    if not experts:
+      return 3 * config.width * config.ffn_width
+    mixture = config.experts
+    rows = mixture.top_k * mixture.width + mixture.shared_width
+    logits = mixture.count + mixture.shared_gate
+    return config.width * (3 * rows + logits)
+
+  return sum(
+      part.count * (mixer(kind) + feed_forward(part.experts))
+      for part in pattern.parts(config) for kind in part.kinds
+  )
 
 
 def _latent_parameters(config: config_lib.ModelConfig) -> int:

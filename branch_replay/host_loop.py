@@ -83,12 +83,10 @@ class _Run:
     capacity = self._chunks.capacity
     length = int(group.prompt_length) - 1
     self._used = -(-length // self._chunks.size) if length else 0
-    self._state = state_lib.PrefixState(
-        mixer=_empty(task, self._chunks, params),
+    self._state = dataclasses.replace(
+        _empty(task, self._chunks, params),
         tokens=jnp.pad(group.prompt[:-1], (0, capacity - positions)),
         length=jnp.int32(length),
-        version=jnp.uint32(0),
-        devices=task.layout.devices,
     )
     branches = group.tails.shape[0]
     self._at_once = task.at_once(branches)
@@ -113,11 +111,9 @@ class _Run:
   def _capture(self):
     kept = []
     for index in range(self._used):
-      mixer, of_chunk = self._done("prefix forward", _push(
-          self._task, self._params, self._state.mixer, self._state.tokens,
-          self._state.length, index,
+      self._state, of_chunk = self._done("prefix forward", _push(
+          self._task, self._params, self._state, index
       ))
-      self._state = dataclasses.replace(self._state, mixer=mixer)
       kept.append(of_chunk)
     return kept
 
@@ -159,9 +155,9 @@ def _empty(task, chunks, params):
     return state_lib.empty(
         task.config, chunks.capacity, devices=layout.devices,
         popped=chunks if task.accumulates else state_lib.NO_CHUNKS,
-    ).mixer
+    )
 
-  return layout.over(here, ("params",), "mixer")(params)
+  return layout.over(here, ("params",), "state")(params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -183,23 +179,18 @@ def _start(task, capacity, params):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _push(task, params, mixer, tokens, length, index):
+def _push(task, params, state, index):
   keep = task.prefix_gradient == "exact" and (
       task.schedule.activations == "keep"
   )
 
-  def here(params, mixer, tokens, length, index):
-    state = state_lib.PrefixState(
-        mixer, tokens, length, jnp.uint32(0), devices=task.layout.devices
-    )
+  def here(params, state, index):
     return engine.push_chunk(
         task, params, state, index, keep="stages" if keep else None
     )
 
-  ins = "params", "mixer", "all", "all", "all"
-  return task.layout.over(here, ins, ("mixer", "all"))(
-      params, mixer, tokens, length, index
-  )
+  ins = "params", "state", "all"
+  return task.layout.over(here, ins, ("state", "all"))(params, state, index)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))

@@ -70,16 +70,15 @@ def _capture(task, capacity, params, group, version):
 
   def push(index, carry):
     state, buffers = carry
-    mixer, kept = engine.push_chunk(task, params, state, index, keep=keep)
+    state, kept = engine.push_chunk(task, params, state, index, keep=keep)
     buffers = jax.tree.map(
         lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, index, 0),
         buffers, kept,
     )
-    return dataclasses.replace(state, mixer=mixer), buffers
+    return state, buffers
 
   if chunks.count == 1:  # what is kept is then the buffer, without a copy
-    mixer, kept = engine.push_chunk(task, params, state, 0, keep=keep)
-    state = dataclasses.replace(state, mixer=mixer)
+    state, kept = engine.push_chunk(task, params, state, 0, keep=keep)
     kept = jax.tree.map(lambda x: x[None], kept)
   elif chunks.count:
     kept = jax.tree.map(
@@ -122,9 +121,9 @@ def extend(model, params, state, tokens, length):
   )
   at = jnp.where(positions < length, positions, state.capacity)
   chunk = sizes.Chunk(None, state.length, real)
-  mixer = state_lib.extend(model.config, state.mixer, present, chunk)
+  state = state_lib.extend(model.config, state, present, chunk)
   return dataclasses.replace(
-      state, mixer=mixer, length=length, kept=None,
+      state, length=length, kept=None,
       tokens=state.tokens.at[at].set(tokens, mode="drop"),
   )
 

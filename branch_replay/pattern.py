@@ -11,6 +11,10 @@ is two parts, each scanned with one stack a place:
 Stack j of "periods" has one layer a whole period, layers j, j + p, …; "rest",
 which is there if p does not divide L, has one layer a stack. Parameters,
 prefix state, its cotangent, and decoding caches are all trees of this shape.
+
+Where the first layers have a dense feed-forward and the others experts, the
+first ones are a part before these, "dense", with one layer a stack; periods
+begin after it.
 """
 
 from typing import NamedTuple
@@ -22,16 +26,18 @@ class Part(NamedTuple):
   """Layers that one scan runs: `count` turns over `kinds`.
 
   Attributes:
-    name: "" in a model of one kind, else "periods" or "rest".
+    name: "" in a model of one kind, else "dense", "periods" or "rest".
     kinds: of the layers of a turn.
     count: turns.
     first: the first of its layers.
+    experts: whether its feed-forwards are mixtures of experts.
   """
 
   name: str
   kinds: tuple[str, ...]
   count: int
   first: int
+  experts: bool
 
   def path(self, place: int) -> str:
     """Where a stack of parameters stands in the tree of a model."""
@@ -47,13 +53,21 @@ class Part(NamedTuple):
 
 def parts(config: config_lib.ModelConfig) -> list[Part]:
   """The parts of a model, in the order they run in."""
-  kinds, layers = config.layer_pattern, config.num_layers
-  if len(kinds) == 1:
-    return [Part("", kinds, layers, 0)]
-  count, left = divmod(layers, len(kinds))
-  found = [Part("periods", kinds, count, 0)]
+  experts, every = config.experts is not None, layers(config)
+  dense = config.experts.first_dense if experts else 0
+  period = len(config.layer_pattern)
+  if period == 1 and not dense:
+    return [Part("", config.layer_pattern, config.num_layers, 0, experts)]
+  found = []
+  if dense:
+    found.append(Part("dense", tuple(every[:dense]), 1, 0, False))
+  count, left = divmod(config.num_layers - dense, period)
+  if count:
+    kinds = tuple(every[dense : dense + period])
+    found.append(Part("periods", kinds, count, dense, experts))
   if left:
-    found.append(Part("rest", kinds[:left], 1, layers - left))
+    first = config.num_layers - left
+    found.append(Part("rest", tuple(every[first:]), 1, first, experts))
   return found
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from branch_replay import adapters
 from branch_replay import config as config_lib
 from branch_replay import flops
+from branch_replay import pattern
 from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
@@ -112,7 +113,7 @@ def bytes_per_device(step: Step) -> dict[str, int]:
       "parameters": _bytes(params) // devices,
       "gradients": _bytes(trained, _wide(config)) // devices,
       "optimizer": 2 * _bytes(trained, moment) // devices,
-      "state": _bytes(_state(step).mixer),
+      "state": _bytes((_state(step).mixer, _state(step).choices)),
       "accumulator": accumulates * _bytes(_accumulator(step)),
       "kept": _kept(step),
       "working": _working(step, params, trained),
@@ -153,8 +154,7 @@ def _kept(step: Step) -> int:
   chunk, visit = _segments(step)
   layers = schedule_lib.layers_bytes(config)
   if step.activations == "recompute_layers":
-    inputs = config.width * _itemsize(config.compute_dtype)
-    layers = config.num_layers * inputs
+    layers = schedule_lib.input_bytes(config)
   tokens = max(chunk, visit)
   if step.activations == "keep" and step.mode != "stop":
     tokens = step.prefix + visit
@@ -181,7 +181,8 @@ def _working(step: Step, params, trained) -> int:
   heads = config.num_heads * head_dim
   rows = tokens * heads * (2 * narrow + 4 * wide)
   largest = max(
-      schedule_lib.stage_bytes(config, kind) for kind in config.layer_pattern
+      schedule_lib.stage_bytes(config, kind, part.experts)
+      for part in pattern.parts(config) for kind in part.kinds
   )
   stages = 2 * largest * tokens / step.devices
   readout = min(step.readout_tokens, math.ceil(visit / step.devices))

@@ -36,6 +36,11 @@ PRESETS = {
         output_gate=True, layer_pattern=("delta", "delta", "delta", "full"),
         delta=config_lib.GatedDelta(16, 48, 128, 128, conv_width=4),
     ),
+    "qwen3-30b-a3b": config_lib.ModelConfig(
+        width=2048, num_layers=48, num_heads=32, ffn_width=6144,
+        experts=config_lib.Experts(128, 8, 768),
+        **_QWEN3 | dict(num_kv_heads=4),
+    ),
     "llama-3.1-8b": config_lib.ModelConfig(
         vocab_size=128256, width=4096, num_layers=32, num_heads=32,
         num_kv_heads=8, head_dim=128, ffn_width=14336, max_positions=131072,

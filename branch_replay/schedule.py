@@ -99,28 +99,64 @@ class Schedule:
 
 def layers_bytes(config: config_lib.ModelConfig) -> int:
   """Bytes of the stage inputs of one token in all layers (`segment.Kept`)."""
-  return sum(stage_bytes(config, kind) for kind in pattern.layers(config))
+  return sum(
+      part.count * stage_bytes(config, kind, part.experts)
+      for part in pattern.parts(config) for kind in part.kinds
+  )
 
 
-def stage_bytes(config: config_lib.ModelConfig, kind: str) -> int:
-  """Bytes of the stage inputs of one token in one layer of a kind."""
+def input_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes of the inputs of whole layers of one token, with its choices."""
   itemsize = jnp.dtype(config.compute_dtype).itemsize
+  return sum(
+      part.count * len(part.kinds)
+      * (config.width * itemsize + _choices_bytes(config, part.experts))
+      for part in pattern.parts(config)
+  )
+
+
+def stage_bytes(
+    config: config_lib.ModelConfig, kind: str, experts: bool = False
+) -> int:
+  """Bytes of the stage inputs of one token in one layer.
+
+  Args:
+    config: geometry.
+    kind: of the layer.
+    experts: whether its feed-forward is a mixture of experts.
+  """
+  itemsize = jnp.dtype(config.compute_dtype).itemsize
+  wide = config_lib.at_least_float32(config.compute_dtype).itemsize
+  expanded = 2 * config.ffn_width * itemsize
+  if experts:  # rows of all choices, the shared expert's, and logits
+    mixture = config.experts
+    rows = mixture.top_k * mixture.width + mixture.shared_width
+    expanded = itemsize * (2 * rows + mixture.shared_gate)
+    expanded += wide * mixture.count + _choices_bytes(config, True)
+  return expanded + _mixing_bytes(config, kind)
+
+
+def _choices_bytes(config: config_lib.ModelConfig, experts: bool) -> int:
+  return 4 * config.experts.top_k if experts else 0
+
+
+def _mixing_bytes(config: config_lib.ModelConfig, kind: str) -> int:
+  """`stage_bytes` without what the feed-forward expands to."""
+  itemsize = jnp.dtype(config.compute_dtype).itemsize
+  wide = config_lib.at_least_float32(config.compute_dtype).itemsize
   if kind == "delta":
     delta = config.delta
     channels = delta.key_heads * delta.channels
     values = 2 * delta.value_heads * (1 + delta.value_dim)
-    stages = 2 * config.width + channels + values + 2 * config.ffn_width
-    return itemsize * stages
+    return itemsize * (2 * config.width + channels + values)
   if kind == "latent":
     latent = config.latent
     queries = latent.query_rank or config.num_heads * latent.query_dim
-    stages = 2 * config.width + queries + 2 * config.ffn_width
+    stages = 2 * config.width + queries
     attended = (1 + config.num_heads) * latent.slot
-    wide = config_lib.at_least_float32(config.compute_dtype).itemsize
     return itemsize * (stages + attended) + wide * config.num_heads
   heads = config.num_heads * config.head_dim
   keys = 2 * config.num_kv_heads * config.head_dim
   heads *= 2 + config.output_gate
-  numbers = 2 * config.width + heads + keys + 2 * config.ffn_width
-  lse = config_lib.at_least_float32(config.compute_dtype).itemsize
-  return itemsize * numbers + lse * config.num_heads
+  numbers = 2 * config.width + heads + keys
+  return itemsize * numbers + wide * config.num_heads

@@ -23,17 +23,17 @@ from branch_replay.layout import Layout
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 from branch_replay.models import block
-from branch_replay.models import layers
 
 
 class Kept(NamedTuple):
   """Inputs of a layer's stages: all that its backward pass reads.
 
-  With the stage inputs at hand no matrix product is computed twice. With
-  `x_GTM` alone (`stages` None) the layer is run again.
+  With the stage inputs at hand no matrix product is computed twice. Without
+  them (`stages` None) the layer is run again, with the same choices of experts.
   """
 
   x_GTM: jax.Array
+  choices_Nk: jax.Array | None
   stages: Any = None  # _Stages
 
 
@@ -42,7 +42,20 @@ class _Stages(NamedTuple):
   out: jax.Array
   of_mixer: Any
   h_GTM: jax.Array
-  expanded: tuple[jax.Array, jax.Array]
+  expanded: tuple[jax.Array, ...]
+
+
+class Present(NamedTuple):
+  """What a segment leaves behind, by stack.
+
+  Attributes:
+    mixer: as its mixer gives it, of attention the segment's own keys and
+      values, [L, K, G, T, D].
+    choices: of experts, i32[L, 1, G, T, k]; nothing in stacks without.
+  """
+
+  mixer: Any
+  choices: Any
 
 
 class Context(NamedTuple):
@@ -54,12 +67,15 @@ class Context(NamedTuple):
       may see.
     positions_GT: i32, absolute positions of this device's tokens.
     lengths_G: i32, real tokens of each row on all devices, or None for all.
+    choices: of experts that were made before, [L, 1, T, k] by stack, where one
+      row is run again; None to choose.
   """
 
   prefix: Any
   prefix_length: jax.Array
   positions_GT: jax.Array
   lengths_G: jax.Array | None = None
+  choices: Any = None
 
 
 class Popped(NamedTuple):
@@ -74,16 +90,17 @@ class Popped(NamedTuple):
   scale: jax.Array | float = 1.0
 
 
-def _stage(config, kind, params, name):
-  """stage(params, *inputs) and its parameters."""
+def _stage(config, kind, params, name, choices_Nk=None):
+  """stage(params, *inputs) and its parameters, with choices of experts."""
   module = kind(config)
+  chosen = () if choices_Nk is None else (choices_Nk,)
   return (
-      lambda p, *inputs: module.apply({"params": p}, *inputs),
+      lambda p, x, *rest: module.apply({"params": p}, x, *chosen, *rest),
       params.get(name, {}),  # `rotate` owns none without q/k norm
   )
 
 
-def layer_forward(config, kind, params, x_GTM, mix):
+def layer_forward(config, kind, params, x_GTM, mix, choices_Nk=None):
   """One layer around a caller's mixer.
 
   Args:
@@ -92,13 +109,15 @@ def layer_forward(config, kind, params, x_GTM, mix):
     params: of the layer.
     x_GTM: its input.
     mix: (parameters of the mixer, its projections) -> (out, anything).
+    choices_Nk: the experts of every token, where they were chosen before.
 
   Returns:
     y_GTM, the "anything", and what the stages after the first read: the
-    projections, the mixer's output, h_GTM, and gate and up.
+    projections, the mixer's output, h_GTM, choices of experts or None, and
+    what the feed-forward expanded h_GTM to, as gate and up.
   """
-  def run(stage_kind, name, *inputs):
-    stage, stage_params = _stage(config, stage_kind, params, name)
+  def run(stage_kind, name, *inputs, choices_Nk=None):
+    stage, stage_params = _stage(config, stage_kind, params, name, choices_Nk)
     return stage(stage_params, *inputs)
 
   mixer = kinds.mixer(kind)
@@ -107,23 +126,30 @@ def layer_forward(config, kind, params, x_GTM, mix):
   mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
   out, extra = mix(params.get(mixer.STAGE, {}), mixed)
   h_GTM = run(join, "join", x_GTM, out, *joined)
-  expanded = run(layers.Expand, "expand", h_GTM)
-  y_GTM = run(layers.Contract, "contract", h_GTM, *expanded)
-  return y_GTM, extra, (projected, out, h_GTM, expanded)
+  expand, contract = block.feed_forward(params)
+  if choices_Nk is None:
+    choices_Nk = block.choose(config, params, h_GTM)
+  expanded = run(expand, "expand", h_GTM, choices_Nk=choices_Nk)
+  y_GTM = run(contract, "contract", h_GTM, *expanded, choices_Nk=choices_Nk)
+  return y_GTM, extra, (projected, out, h_GTM, choices_Nk, expanded)
 
 
-def _replay_layer(config, kind, layout, params, x_GTM, layer, context, prefix):
-  """(y_GTM, present, stages) of one layer on top of a prefix."""
+def _replay_layer(
+    config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix
+):
+  """(y_GTM, present, choices, stages) of one layer on top of a prefix."""
   def mix(params, mixed):
     out, present, of_mixer = kinds.mixer(kind).forward(
         config, layout, params, mixed, layer, context, prefix
     )
     return out, (present, of_mixer)
 
-  y_GTM, (present, of_mixer), (projected, out, h_GTM, expanded) = (
-      layer_forward(config, kind, params, x_GTM, mix)
+  y_GTM, (present, of_mixer), stages = layer_forward(
+      config, kind, params, x_GTM, mix, choices_Nk
   )
-  return y_GTM, present, _Stages(projected, out, of_mixer, h_GTM, expanded)
+  projected, out, h_GTM, choices_Nk, expanded = stages
+  stages = _Stages(projected, out, of_mixer, h_GTM, expanded)
+  return y_GTM, present, choices_Nk, stages
 
 
 def _layer_backward(
@@ -131,16 +157,16 @@ def _layer_backward(
     accumulator, popped,
 ):
   """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
-  x_GTM, stages = kept
+  x_GTM, choices_Nk, stages = kept
   if stages is None:
-    _, _, stages = _replay_layer(
-        config, kind, layout, params, x_GTM, layer, context, prefix
+    *_, stages = _replay_layer(
+        config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix
     )
   projected, out, of_mixer, h_GTM, expanded = stages
   grads = {}
 
-  def pull(stage_kind, name, inputs, cotangent):
-    stage, stage_params = _stage(config, stage_kind, params, name)
+  def pull(stage_kind, name, inputs, cotangent, choices_Nk=None):
+    stage, stage_params = _stage(config, stage_kind, params, name, choices_Nk)
     _, pullback = jax.vjp(stage, stage_params, *inputs)
     d_params, *d_inputs = pullback(cotangent)
     if stage_params:
@@ -150,10 +176,13 @@ def _layer_backward(
   mixer = kinds.mixer(kind)
   project, join = block.ends(kind)
   mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
+  expand, contract = block.feed_forward(params)
   dh_GTM, *d_expanded = pull(
-      layers.Contract, "contract", (h_GTM, *expanded), dy_GTM
+      contract, "contract", (h_GTM, *expanded), dy_GTM, choices_Nk
   )
-  (dh_expand,) = pull(layers.Expand, "expand", (h_GTM,), tuple(d_expanded))
+  (dh_expand,) = pull(
+      expand, "expand", (h_GTM,), tuple(d_expanded), choices_Nk
+  )
   dx_GTM, d_out, *d_joined = pull(
       join, "join", (x_GTM, out, *joined), dh_GTM + dh_expand
   )
@@ -191,44 +220,56 @@ def forward(
     present: whether to return what the segment leaves behind.
 
   Returns:
-    y_GTM before the final norm, the present by stack (of attention the
-    segment's own keys and values, [L, K, G, T, D]) or None, and what is kept
-    for `backward`, or None.
+    y_GTM before the final norm, the `Present` or None, and what is kept for
+    `backward`, or None.
   """
-  def layer(x_GTM, part, place, index, params, prefix):
+  def layer(x_GTM, part, place, index, params, chosen, prefix):
     params = layout.gather(part.path(place), params)
-    y_GTM, new, stages = _replay_layer(
-        config, part.kinds[place], layout, params, x_GTM, index, context,
-        prefix,
+    given = context.choices is not None and part.experts
+    choices_Nk = chosen.reshape(-1, chosen.shape[-1]) if given else None
+    y_GTM, new, choices_Nk, stages = _replay_layer(
+        config, part.kinds[place], layout, params, x_GTM, choices_Nk, index,
+        context, prefix,
     )
     kept = {
-        None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
+        None: None, "inputs": Kept(x_GTM, choices_Nk),
+        "stages": Kept(x_GTM, choices_Nk, stages),
     }[keep]
-    return y_GTM, (new if present else None, kept)
+    left = None
+    if present:
+      chosen = {}
+      if part.experts:
+        chosen = choices_Nk.reshape(1, *x_GTM.shape[:2], -1)
+      left = Present(new, chosen)
+    return y_GTM, (left, kept)
 
-  presents, kepts = [], []
-  for part, stacks, prefixes in zip(
+  lefts, kepts = [], []
+  for part, stacks, chosen, prefixes in zip(
       pattern.parts(config), pattern.split(config, layer_params),
+      pattern.split(config, {} if context.choices is None else context.choices),
       pattern.split(config, context.prefix), strict=True,
   ):
     def turn(x_GTM, inputs, part=part, prefixes=prefixes):
-      index, stacks = inputs
+      index, stacks, chosen = inputs
       found = []
-      for place, (params, prefix) in enumerate(
-          zip(stacks, prefixes, strict=True)
+      for place, of_place in enumerate(
+          zip(stacks, chosen, prefixes, strict=True)
       ):
-        x_GTM, of_layer = layer(x_GTM, part, place, index, params, prefix)
+        x_GTM, of_layer = layer(x_GTM, part, place, index, *of_place)
         found.append(of_layer)
       return x_GTM, found
 
-    x_GTM, found = lax.scan(turn, x_GTM, (jnp.arange(part.count), stacks))
-    presents.append([new for new, _ in found])
+    inputs = jnp.arange(part.count), stacks, chosen
+    x_GTM, found = lax.scan(turn, x_GTM, inputs)
+    lefts.append([left for left, _ in found])
     kepts.append([kept for _, kept in found])
-  return (
-      x_GTM,
-      pattern.join(config, presents) if present else None,
-      pattern.join(config, kepts) if keep else None,
-  )
+  left = None
+  if present:
+    left = Present(*(
+        pattern.join(config, [[getattr(x, of) for x in part] for part in lefts])
+        for of in Present._fields
+    ))
+  return x_GTM, left, pattern.join(config, kepts) if keep else None
 
 
 def backward(

@@ -78,7 +78,7 @@ class Sharded(Layout):
     if kind == "all":
       return whole
     return state_lib.PrefixState(
-        stripes, whole, whole, whole, None, self.devices
+        stripes, whole, whole, whole, None, stripes, self.devices
     )
 
   def param_specs(self, params):

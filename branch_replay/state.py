@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import pattern
+from branch_replay.mixers import attention
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes as sizes_lib
 
@@ -29,6 +30,8 @@ class PrefixState:
     length: i32[], positions that are real.
     version: u32[], fingerprint of the parameters it was captured under.
     kept: activations of the chunks, when the policy is to keep them.
+    choices: the experts of every position, i32[L, 1, P, k] by stack, with which
+      chunks are run again; nothing in stacks without experts.
     devices: how many devices the positions are dealt to; position p is on
       device p mod devices, and the arrays hold one device after the other.
   """
@@ -38,6 +41,7 @@ class PrefixState:
   length: jax.Array
   version: jax.Array
   kept: object = None
+  choices: Any = dataclasses.field(default_factory=dict)
   devices: int = dataclasses.field(default=1, metadata=dict(static=True))
 
   @property
@@ -108,8 +112,19 @@ def empty(
       tokens=jnp.zeros(capacity, jnp.int32),
       length=jnp.zeros((), jnp.int32),
       version=jnp.asarray(version, jnp.uint32),
+      choices=pattern.join(config, [
+          [_no_choices(config, part, sizes.here)] * len(part.kinds)
+          for part in pattern.parts(config)
+      ]),
       devices=devices,
   )
+
+
+def _no_choices(config: config_lib.ModelConfig, part, here: int):
+  if not part.experts:
+    return {}
+  shape = part.count, 1, here, config.experts.top_k
+  return jnp.zeros(shape, jnp.int32)
 
 
 def accumulator(
@@ -149,25 +164,62 @@ def seen(config: config_lib.ModelConfig, mixer, index=None, size: int = 0):
   )
 
 
-def push(config: config_lib.ModelConfig, mixer, present, chunk):
-  """The mixer state with what a chunk left behind, `sizes.Chunk`."""
-  return pattern.over(
+def chosen(state: PrefixState, start, size: int, room: int):
+  """The experts of a chunk's positions, `PrefixState.choices` of them alone.
+
+  Args:
+    state: the prefix.
+    start: of the chunk, on this device.
+    size: of its positions.
+    room: positions past the state's capacity that chunks may reach.
+  """
+  def part(x_L1Pk):
+    padded = jnp.pad(x_L1Pk, ((0, 0), (0, 0), (0, room), (0, 0)))
+    return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=2)
+
+  return jax.tree.map(part, state.choices)
+
+
+def push(
+    config: config_lib.ModelConfig, state: PrefixState, present, chunk
+) -> PrefixState:
+  """The state with what a chunk left behind.
+
+  Args:
+    config: geometry.
+    state: before the chunk.
+    present: `segment.Present` of the chunk.
+    chunk: where it stands, `sizes.Chunk`.
+  """
+  mixer = pattern.over(
       config,
       lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
-      mixer, present,
+      state.mixer, present.mixer,
   )
+  choices = jax.tree.map(
+      lambda x, new: attention.push((x,), (new,), chunk)[0],
+      state.choices, present.choices,
+  )
+  return dataclasses.replace(state, mixer=mixer, choices=choices)
 
 
-def extend(config: config_lib.ModelConfig, mixer, present, chunk):
-  """The mixer state with more of a prompt, which must find room.
+def extend(
+    config: config_lib.ModelConfig, state: PrefixState, present, chunk
+) -> PrefixState:
+  """The state with more of a prompt, which must find room; see `push`.
 
   What layers keep of chunks is dropped: this need not be one.
   """
-  return pattern.over(
+  mixer = pattern.over(
       config,
       lambda kind, stack, new: kinds.mixer(kind).extend(stack, new, chunk),
-      mixer, present,
+      state.mixer, present.mixer,
   )
+  choices = jax.tree.map(
+      lambda x, new: attention.extend((x,), (new,), chunk)[0],
+      state.choices, present.choices,
+  )
+  return dataclasses.replace(state, mixer=mixer, choices=choices)
 
 
 def skip(config: config_lib.ModelConfig, accumulator, chunk):
@@ -233,6 +285,9 @@ def resize(
           state.mixer,
       ),
       tokens=jnp.pad(state.tokens, (0, room))[:capacity],
+      choices=jax.tree.map(
+          lambda x: attention.fit((x,), here)[0], state.choices
+      ),
   )
 
 

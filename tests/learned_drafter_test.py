@@ -55,6 +55,12 @@ def test_a_prompt_of_one_token_leaves_it_nothing_to_attend_to():
   np.testing.assert_array_equal(result.tokens, plain.tokens)
 
 
+@pytest.mark.parametrize("name", ("window and full", "expert groups"))
+def test_a_model_whose_layers_differ_has_none(name):
+  with pytest.raises(ValueError, match="this model's differ"):
+    drafter(config=tiny.ARCHITECTURES[name])
+
+
 def test_no_temporary_of_a_round_grows_with_the_prompt():
   """The captured prefix is read in place, by the model and by the drafter."""
   decoder, params = tiny.model(tiny.BASE)

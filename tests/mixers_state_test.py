@@ -24,7 +24,7 @@ from tests import mixers_test
 from tests import tiny
 
 
-@pytest.mark.parametrize("name", ("gemma3", "deepseek", "qwen3.5"))
+@pytest.mark.parametrize("name", ("gemma3", "deepseek", "qwen3.5", "expert groups"))
 def test_sampled_tokens_are_drawn_as_the_whole_model_would(x64, name):
   decoder, params, group, _ = mixers_test.problem(name)
   prompt = group.prompt[: int(group.prompt_length)]
@@ -63,7 +63,9 @@ def test_sampled_tokens_are_drawn_as_the_whole_model_would(x64, name):
   np.testing.assert_allclose(replayed, result.log_probs, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ("window and full", "latent", "hybrid"))
+@pytest.mark.parametrize(
+    "name", ("window and full", "latent", "hybrid", "experts")
+)
 def test_drafts_and_buckets_change_no_token(x64, name):
   decoder, params, group, _ = mixers_test.problem(name)
   prompt = group.prompt[: int(group.prompt_length)]

@@ -119,7 +119,7 @@ def test_no_collective_carries_a_prefix_of_latents(monkeypatch):
   assert not sharding_test.carries_the_prefix(text)
 
 
-@pytest.mark.parametrize("name", ("hybrid",))
+@pytest.mark.parametrize("name", ("hybrid", "experts"))
 def test_perturbing_one_branch_leaves_its_siblings_bit_equal(name):
   decoder, params = tiny.model(tiny.ARCHITECTURES[name])
   group = tiny.group(tails=(5, 6, 7))
@@ -149,7 +149,7 @@ def test_padding_changes_nothing(x64):
   assert tiny.worst(found, wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ("latent", "hybrid"))
+@pytest.mark.parametrize("name", ("latent", "hybrid", "expert groups"))
 def test_bfloat16_fits_together_and_gives_float32_gradients(name):
   """Traced alone: carries of loops keep their dtypes, there and back."""
   config = dataclasses.replace(

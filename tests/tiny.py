@@ -63,6 +63,14 @@ ARCHITECTURES = {
         latent=br.LatentAttention(12, 8, 4, 10),
         rope_scaling=br.YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.7),
     ),
+    "experts": dataclasses.replace(BASE, experts=br.Experts(4, 2, 24)),
+    "expert groups": dataclasses.replace(
+        BASE, num_layers=3,
+        experts=br.Experts(
+            8, 3, 20, shared_width=24, first_dense=1, scores="sigmoid",
+            scaling=2.5, correction=True, groups=4, top_groups=2, group_top=2,
+        ),
+    ),
 }
 
 

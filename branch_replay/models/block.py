@@ -8,6 +8,7 @@ import flax.linen as nn
 
 from branch_replay import config as config_lib
 from branch_replay.models import delta_layers
+from branch_replay.models import expert_layers
 from branch_replay.models import latent_layers
 from branch_replay.models import layers
 
@@ -21,11 +22,29 @@ def ends(kind: str):
   return layers.Project, layers.Join
 
 
+def feed_forward(params):
+  """The two stages after the mixer, which a layer's parameters tell."""
+  if "router" in params["expand"]:
+    return expert_layers.ExpertExpand, expert_layers.ExpertContract
+  return layers.Expand, layers.Contract
+
+
+def choose(config: config_lib.ModelConfig, params, h_GTM):
+  """i32[G·T, k]: the experts of every token; None in a layer without them.
+
+  They are an argument of the feed-forward stages, after h_GTM.
+  """
+  if "router" in params["expand"]:
+    return expert_layers.choose(config, params["expand"], h_GTM)
+  return None
+
+
 class Block(nn.Module):
   """The stages in order, around a caller's attention where there is one."""
 
   config: config_lib.ModelConfig
   kind: str = "full"
+  experts: bool = False
 
   def setup(self):
     project, join = ends(self.kind)
@@ -36,8 +55,12 @@ class Block(nn.Module):
       self.rotate = latent_layers.LatentRotate(self.config)
     else:
       self.rotate = layers.Rotate(self.config, self.kind)
-    self.expand = layers.Expand(self.config)
-    self.contract = layers.Contract(self.config)
+    if self.experts:
+      self.expand = expert_layers.ExpertExpand(self.config)
+      self.contract = expert_layers.ExpertContract(self.config)
+    else:
+      self.expand = layers.Expand(self.config)
+      self.contract = layers.Contract(self.config)
 
   def __call__(self, x_GTM, positions_GT, attend):
     if self.kind == "delta":
@@ -52,4 +75,6 @@ class Block(nn.Module):
       mixed = 2 if self.kind == "latent" else 3
       q, k, v = self.rotate(*projected[:mixed], positions_GT)
       h_GTM = self.join(x_GTM, attend(q, k, v), *projected[mixed:])
+    if self.experts:
+      return expert_layers.readable(self.expand, self.contract, h_GTM), None
     return self.contract(h_GTM, *self.expand(h_GTM)), None

@@ -28,11 +28,12 @@ class Period(nn.Module):
 
   config: config_lib.ModelConfig
   kinds: tuple[str, ...]
+  experts: bool
 
   @nn.compact
   def __call__(self, x_GTM, positions_GT, attend):
     for place, kind in enumerate(self.kinds):
-      layer = block.Block(self.config, kind, name=str(place))
+      layer = block.Block(self.config, kind, self.experts, name=str(place))
       x_GTM, _ = layer(x_GTM, positions_GT, attend)
     return x_GTM, None
 
@@ -46,7 +47,7 @@ class Parts(nn.Module):
   def __call__(self, x_GTM, positions_GT, attend):
     for part in pattern.parts(self.config):
       turns = _scanned(Period, part.count)
-      x_GTM, _ = turns(self.config, part.kinds, name=part.name)(
+      x_GTM, _ = turns(self.config, part.kinds, part.experts, name=part.name)(
           x_GTM, positions_GT, attend
       )
     return x_GTM, None
@@ -72,9 +73,11 @@ class Decoder(nn.Module):
   def setup(self):
     config = self.config
     self.embed = layers.Table(config)
-    if len(config.layer_pattern) == 1:
-      (kind,) = config.layer_pattern
-      self.layers = _scanned(block.Block, config.num_layers)(config, kind)
+    part, *_ = pattern.parts(config)
+    if not part.name:
+      self.layers = _scanned(block.Block, part.count)(
+          config, *part.kinds, part.experts
+      )
     else:
       self.layers = Parts(config)
     self.final_norm = layers.RMSNorm(config.norm_eps, config.param_dtype)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decoder layer as five stages; modules own parameters and nothing else.
 
-A layer is project → rotate → (attention) → join → expand → contract. Every
+A layer is project → rotate → (attention) → join → expand → contract; other
+mixers and feed-forwards put stages of their own in place of these. Every
 stage is an elementwise prologue followed by at most one linear map, and the
 cotangent of a linear map does not need its output. So a backward pass that is
 given the *inputs* of the stages recomputes no matrix product: they are exactly

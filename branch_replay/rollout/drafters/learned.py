@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay import pattern
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.mixers import attention as mixer
@@ -78,8 +79,10 @@ class Learned:
       key: a PRNG key.
 
     Raises:
-      ValueError: ids that are no vocabulary of this model.
+      ValueError: ids that are no vocabulary of this model, or a model whose
+        layers are not one stack.
     """
+    check_fits(model.config)
     vocabulary_lib.check(vocabulary, model.config.vocab_size)
     width, dtype = model.config.width, model.config.param_dtype
     kernel = jax.nn.initializers.lecun_normal()(key, (2 * width, width), dtype)
@@ -181,11 +184,13 @@ class Learned:
 
 
 def check_fits(config: config_lib.ModelConfig) -> None:
-  """Raises ValueError for a model whose state the drafter cannot read."""
-  if config.layer_pattern != ("full",):
+  """Raises ValueError for a model that the drafter's layer is not made for."""
+  if pattern.parts(config)[0].name or config.layer_pattern != ("full",):
     raise ValueError(
-        f"layer_pattern={config.layer_pattern}: this drafter reads what full "
-        "attention layers left of the prompt. Take NGram or Model."
+        "This drafter's layer is like all of the model's, of full attention, "
+        "and this model's differ: layer_pattern="
+        f"{config.layer_pattern}, or some layers alone have experts. Take NGram "
+        "or Model."
     )
 
 

@@ -1,0 +1,98 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Routing: which experts a token gets, with what weights, and rows by expert.
+
+Of a token with router logits z and scores s (softmax of z, or its sigmoid),
+
+  choice    the k largest of s + b, within the best groups,
+  weights   w_j = α s_j / Σ s,   j in the choice (the sum if `normalised`).
+
+The choice is an integer: nothing is differentiated through it, and once made it
+may be given back to whatever runs the token again. The weights are always those
+of the logits at hand. Settings and sources: `config.Experts`.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import config as config_lib
+
+
+def scores(experts: config_lib.Experts, logits_NE):
+  """s, in the dtype of the logits."""
+  if experts.scores == "sigmoid":
+    return jax.nn.sigmoid(logits_NE)
+  return jax.nn.softmax(logits_NE)
+
+
+def choose(experts: config_lib.Experts, logits_NE, correction_E=None):
+  """i32[N, k]: the experts of every token, best first.
+
+  Args:
+    experts: the routing.
+    logits_NE: of the router, at least float32.
+    correction_E: b; None for none.
+  """
+  score_NE = scores(experts, logits_NE)
+  if correction_E is not None:
+    score_NE += correction_E.astype(score_NE.dtype)[None]
+  if experts.groups > 1:
+    size = experts.count // experts.groups
+    groups_NAB = score_NE.reshape(-1, experts.groups, size)
+    of_group_NA = lax.top_k(groups_NAB, experts.group_top)[0].sum(axis=-1)
+    _, best_NA = lax.top_k(of_group_NA, experts.top_groups)
+    open_NA = jax.nn.one_hot(best_NA, experts.groups, dtype=bool).any(axis=1)
+    open_NE = jnp.repeat(open_NA, size, axis=1)
+    score_NE = jnp.where(open_NE, score_NE, -jnp.inf)
+  return lax.top_k(score_NE, experts.top_k)[1]
+
+
+def weights(experts: config_lib.Experts, logits_NE, choices_Nk):
+  """w [N, k] of chosen experts, in the dtype of the logits."""
+  score_NE = scores(experts, logits_NE)
+  taken_Nk = jnp.take_along_axis(score_NE, choices_Nk, axis=1)
+  if experts.normalised:  # k sigmoids may all be 0 in float32
+    taken_Nk /= taken_Nk.sum(axis=1, keepdims=True) + 1e-20
+  return experts.scaling * taken_Nk
+
+
+class Order(NamedTuple):
+  """N·k rows, one a token and choice, brought into the order of the experts.
+
+  Attributes:
+    to_R: for every place in that order, the row k·n + j.
+    back_R: for every row, its place.
+    sizes_E: rows of every expert.
+  """
+
+  to_R: jax.Array
+  back_R: jax.Array
+  sizes_E: jax.Array
+
+
+def order(choices_Nk, count: int) -> Order:
+  """The order of the rows of all choices among `count` experts."""
+  flat_R = choices_Nk.reshape(-1)
+  to_R = jnp.argsort(flat_R, stable=True)
+  places_R = jnp.arange(flat_R.size, dtype=to_R.dtype)
+  back_R = jnp.zeros_like(to_R).at[to_R].set(places_R, unique_indices=True)
+  return Order(to_R, back_R, jnp.bincount(flat_R, length=count))
+
+
+def take(x_RM, places_R):
+  """A permutation of rows, which XLA may know to be one."""
+  return x_RM.at[places_R].get(unique_indices=True, mode="clip")
+
+
+def to_experts(x_NM, rows: Order):
+  """Every token once for each of its k experts, in their order: [N·k, M]."""
+  each = rows.to_R.shape[0] // x_NM.shape[0]
+  return take(jnp.repeat(x_NM, each, axis=0), rows.to_R)
+
+
+def to_tokens(y_RM, rows: Order, tokens: int):
+  """The sum of each token's rows: [N, M]. Undoes the order of `to_experts`."""
+  return take(y_RM, rows.back_R).reshape(tokens, -1, y_RM.shape[1]).sum(axis=1)

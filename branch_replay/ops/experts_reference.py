@@ -1,0 +1,21 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The readable mixture of experts: every expert on every token.
+
+y = Σ_e w_e (silu(x G_e) ∘ x U_e) D_e, with w_e = 0 for experts not chosen.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def mix(x_NM, weights_Nk, choices_Nk, gate_EMF, up_EMF, down_EFM):
+  """[N, M] of tokens x_NM with weights of their chosen experts."""
+  tokens, experts = x_NM.shape[0], gate_EMF.shape[0]
+  weights_NE = jnp.zeros((tokens, experts), weights_Nk.dtype).at[
+      jnp.arange(tokens)[:, None], choices_Nk
+  ].set(weights_Nk)
+  gate_NEF = jnp.einsum("nm,emf->nef", x_NM, gate_EMF)
+  up_NEF = jnp.einsum("nm,emf->nef", x_NM, up_EMF)
+  out_NEM = jnp.einsum("nef,efm->nem", jax.nn.silu(gate_NEF) * up_NEF, down_EFM)
+  return jnp.einsum("nem,ne->nm", out_NEM, weights_NE.astype(x_NM.dtype))
