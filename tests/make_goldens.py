@@ -13,7 +13,8 @@ Run by hand, in an environment of its own, from the root of the repository:
 About a minute on two cores and 5 GB of memory. Parameters are those of the
 files, widened to float64, so that the numbers do not hold float32 noise of
 their own (in float32, transformers' SmolLM2 gradients are 2.5e-4 off). Eager
-attention, on the CPU. The numbers may change only with the models below.
+attention, on the CPU. The numbers may change only with the models below. Those
+of qwen3_moe and experts_* are of transformers 5.12.1.
 """
 
 import importlib.util
@@ -153,6 +154,15 @@ MODELS = {
         ),
         "float32",
     ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(
+            rope_parameters=dict(rope_type="default", rope_theta=1e6),
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+        "float32",
+    ),
 }
 # Of these classes the configuration has a name of its own.
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
@@ -226,11 +236,27 @@ def logits_and_gradients(model, ids):
   scores = torch.log_softmax(logits[:, :-1], dim=-1)
   picked = scores.gather(-1, ids[:, 1:, None])
   picked.mean().backward()
-  gradients = {
-      name: parameter.grad.numpy().astype(np.float32)
-      for name, parameter in model.named_parameters()
-  }
+  gradients = {}
+  for name, parameter in model.named_parameters():
+    gradient = parameter.grad.numpy().astype(np.float32)
+    gradients |= of_experts(name, gradient)
   return logits.detach()[0].numpy(), gradients
+
+
+def of_experts(name, value):
+  """A parameter of all experts under the names that its file has for each."""
+  before, found, last = name.partition(".experts.")
+  if not found:
+    return {name: value}
+  parts = {"down_proj": value}
+  if last == "gate_up_proj":
+    gate, up = np.split(value, 2, axis=1)
+    parts = {"gate_proj": gate, "up_proj": up}
+  return {
+      f"{before}.experts.{expert}.{part}.weight": matrix
+      for part, stacked in parts.items()
+      for expert, matrix in enumerate(stacked)
+  }
 
 
 def make_small(name):
@@ -253,7 +279,8 @@ def make_small(name):
   model.to(getattr(torch, dtype)).save_pretrained(directory)
   # Read again: the golden is of the values in the file.
   model = transformers.AutoModelForCausalLM.from_pretrained(
-      directory, dtype=torch.float32, attn_implementation="eager"
+      directory, dtype=torch.float32, attn_implementation="eager",
+      experts_implementation="eager",
   )
   ids = torch.randint(
       config.vocab_size, (1, TOKENS), generator=generator
@@ -332,14 +359,48 @@ def make_latent():
   save_mixer("latent", module, 1e-6, normal, **options)
 
 
-def save_mixer(name, module, epsilon, normal, **options):
+def make_experts():
+  """Feed-forwards of DeepSeek-V3 and Qwen3-Next, after a norm of scale 1.
+
+  Their routers are float32 whatever the parameters are.
+  """
+  deepseek = transformers.models.deepseek_v3.modeling_deepseek_v3
+  qwen = transformers.models.qwen3_next.modeling_qwen3_next
+  of_deepseek = transformers.DeepseekV3Config(
+      hidden_size=16, moe_intermediate_size=8, n_routed_experts=8,
+      num_experts_per_tok=3, n_shared_experts=2, n_group=4, topk_group=2,
+      norm_topk_prob=True, routed_scaling_factor=2.5, num_hidden_layers=1,
+      experts_implementation="eager",
+  )
+  of_qwen = transformers.Qwen3NextConfig(
+      hidden_size=16, moe_intermediate_size=8, num_experts=6,
+      num_experts_per_tok=2, shared_expert_intermediate_size=12,
+      norm_topk_prob=True, num_hidden_layers=1,
+      layer_types=["full_attention"], experts_implementation="eager",
+  )
+  generator = torch.Generator().manual_seed(9)
+
+  def normal(*shape):
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+  options = dict(shape=(2, 24, 16))
+  module = deepseek.DeepseekV3MoE(of_deepseek).double()
+  module.gate.e_score_correction_bias.copy_(0.3 * normal(8))
+  save_mixer("experts_deepseek_v3", module, 1e-6, normal, **options)
+  module = qwen.Qwen3NextSparseMoeBlock(of_qwen).double()
+  save_mixer("experts_qwen3_next", module, 1e-6, normal, **options)
+
+
+def save_mixer(
+    name, module, epsilon, normal, shape=(2, 50, 32), **options
+):
   """Random parameters, an input and a cotangent, and what comes of them."""
   with torch.no_grad():
     for key, parameter in module.named_parameters():
       parameter.copy_(0.3 * normal(*parameter.shape))
       if key.endswith("norm.weight"):
         parameter += 1
-  x, cotangent = normal(2, 50, 32).requires_grad_(), normal(2, 50, 32)
+  x, cotangent = normal(*shape).requires_grad_(), normal(*shape)
   variance = x.pow(2).mean(-1, keepdim=True)
   out = module(x * torch.rsqrt(variance + epsilon), **options)
   out = out[0] if isinstance(out, tuple) else out
@@ -349,6 +410,7 @@ def save_mixer(name, module, epsilon, normal, **options):
       GOLDENS / f"{name}.npz", x=x.detach().numpy(), dx=x.grad.numpy(),
       out=out.detach().numpy(), cotangent=cotangent.numpy(),
       **{f"param/{k}": v.detach().numpy() for k, v in named.items()},
+      **{f"param/{k}": v.numpy() for k, v in module.named_buffers()},
       **{f"grad/{k}": v.grad.numpy() for k, v in named.items()},
   )
 
@@ -389,6 +451,7 @@ def main():
     make_small(name)
   make_delta()
   make_latent()
+  make_experts()
   make_ropes()
   make_smollm2()
 

@@ -24,7 +24,9 @@ from tests import mixers_test
 from tests import tiny
 
 
-@pytest.mark.parametrize("name", ("gemma3", "deepseek", "qwen3.5", "expert groups"))
+@pytest.mark.parametrize(
+    "name", ("gemma3", "deepseek", "qwen3.5", "expert groups")
+)
 def test_sampled_tokens_are_drawn_as_the_whole_model_would(x64, name):
   decoder, params, group, _ = mixers_test.problem(name)
   prompt = group.prompt[: int(group.prompt_length)]

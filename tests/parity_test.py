@@ -28,6 +28,7 @@ from branch_replay.weights import layout
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 MODELS = (
     "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3",
+    "qwen3_moe",
 )
 ROPES = (
     "default", "linear", "llama_3_1", "llama_3_2", "qwen3_yarn", "yarn_mscale",
@@ -328,3 +329,85 @@ def test_smollm2_tokens_agree_with_transformers():
   expected = golden("smollm2.npz")
   encoded = smollm2().tokenizer.encode(str(expected["text"]))
   assert encoded.ids == expected["tokens"].tolist(), MAY_CHANGE
+
+
+EXPERTS = {
+    "deepseek_v3": config_lib.Experts(
+        8, 3, 8, shared_width=16, scores="sigmoid", scaling=2.5,
+        correction=True, groups=4, top_groups=2, group_top=2,
+    ),
+    "qwen3_next": config_lib.Experts(
+        6, 2, 8, shared_width=12, shared_gate=True
+    ),
+}
+
+
+def expert_stages(expected, kind):
+  """Parameters, or gradients, of `expand` and `contract` by stage."""
+  named = {
+      key.partition("/")[2].replace("shared_experts.", "shared_expert."): value
+      for key, value in expected.items() if key.startswith(f"{kind}/")
+  }
+
+  def kernel(name):
+    return {"kernel": jnp.swapaxes(jnp.asarray(named[name]), -1, -2)}
+
+  gate, up = np.split(named["experts.gate_up_proj"], 2, axis=1)
+  named |= {"gate": gate, "up": up}
+  expand = {
+      "router": kernel("gate.weight"),
+      "expert_gate": kernel("gate"),
+      "expert_up": kernel("up"),
+      "shared_gate": kernel("shared_expert.gate_proj.weight"),
+      "shared_up": kernel("shared_expert.up_proj.weight"),
+  }
+  if "shared_expert_gate.weight" in named:
+    expand["shared_scale"] = kernel("shared_expert_gate.weight")
+  if "gate.e_score_correction_bias" in named:
+    correction = jnp.asarray(named["gate.e_score_correction_bias"])
+    expand["router"]["correction"] = correction
+  return {
+      "expand": expand,
+      "contract": {
+          "expert_down": kernel("experts.down_proj"),
+          "shared_down": kernel("shared_expert.down_proj.weight"),
+      },
+  }
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_agree_with_transformers(x64, name):
+  expected = golden(f"experts_{name}.npz")
+  config = config_lib.ModelConfig(
+      vocab_size=8, width=16, num_layers=1, num_heads=1, num_kv_heads=1,
+      head_dim=16, ffn_width=8, max_positions=64, norm_eps=1e-6,
+      experts=EXPERTS[name], param_dtype="float64", compute_dtype="float64",
+  )
+  params = expert_stages(expected, "param")
+  params["expand"]["norm"] = {"scale": jnp.ones(16)}
+
+  def run(params, x_GTM):
+    choices_Nk = block.choose(config, params, x_GTM)
+    expand, contract = block.feed_forward(params)
+    expanded = expand(config).apply(
+        {"params": params["expand"]}, x_GTM, choices_Nk
+    )
+    y_GTM = contract(config).apply(
+        {"params": params["contract"]}, x_GTM, choices_Nk, *expanded
+    )
+    return y_GTM - x_GTM
+
+  @jax.jit
+  def there_and_back(params, x_GTM, dy_GTM):
+    y_GTM, pull = jax.vjp(run, params, x_GTM)
+    return y_GTM, *pull(dy_GTM)
+
+  out, grads, dx = there_and_back(
+      params, expected["x"], expected["cotangent"]
+  )
+  del grads["expand"]["norm"]  # which the golden has not
+  grads["expand"]["router"].pop("correction", None)
+  errors = jax.tree.map(relative, grads, expert_stages(expected, "grad"))
+  assert relative(out, expected["out"]) < 1e-5, MAY_CHANGE
+  assert relative(dx, expected["dx"]) < 1e-5, MAY_CHANGE
+  assert max(jax.tree.leaves(errors)) < 1e-5, (errors, MAY_CHANGE)

@@ -18,9 +18,13 @@ TIED = dataclasses.replace(CONFIG, tied_embeddings=True)
 QWEN2 = dataclasses.replace(CONFIG, qkv_bias=True, rope_theta=1e6)
 QWEN3 = dataclasses.replace(TIED, qk_norm=True, norm_eps=1e-6)
 MISTRAL = dataclasses.replace(CONFIG, layer_pattern=("sliding",), window=7)
+MOE = dataclasses.replace(
+    CONFIG, qk_norm=True,
+    experts=config_lib.Experts(6, 2, 12, normalised=False),
+)
 CONFIGS = {
     "llama": CONFIG, "tied": TIED, "mistral": MISTRAL, "qwen2": QWEN2,
-    "qwen3": QWEN3,
+    "qwen3": QWEN3, "qwen3_moe": MOE,
 }
 SCALINGS = {
     "linear": config_lib.LinearScaling(4.0),
@@ -107,6 +111,14 @@ def test_default_rope_type_is_no_scaling():
     [
         (dict(model_type="gemma"), "'gemma'.*llama, mistral, qwen2, qwen3"),
         (dict(model_type=None), "model_type=None"),
+        (
+            dict(model_type="qwen3_moe", decoder_sparse_step=2),
+            "decoder_sparse_step=2.*1",
+        ),
+        (
+            dict(model_type="qwen3_moe", mlp_only_layers=[0]),
+            r"mlp_only_layers=\[0\]",
+        ),
         (dict(rope_scaling={"type": "dynamic"}), "'dynamic'.*yarn"),
         (dict(rope_parameters={"rope_type": "longrope"}), "'longrope'.*llama3"),
         (dict(rope_scaling={"rope_type": "linear"}), "number factor, not None"),
@@ -154,6 +166,29 @@ def test_no_family_has_these_windows():
   ):
     with pytest.raises(ValueError, match="mistral has sliding layers alone"):
       hf_config.config_to_hf(dataclasses.replace(MISTRAL, **other))
+
+
+def test_qwen3_moe_has_its_defaults_and_the_older_name_of_a_count():
+  def experts(**options):
+    family = mapping(model_type="qwen3_moe", head_dim=16, **options)
+    return hf_config.config_from_hf(family).experts
+
+  assert experts() == config_lib.Experts(128, 8, 768, normalised=False)
+  assert experts(num_local_experts=16).count == 16
+  assert experts(num_experts=9, norm_topk_prob=True) == config_lib.Experts(
+      9, 8, 768
+  )
+
+
+@pytest.mark.parametrize("options", (
+    dict(qk_norm=False), dict(layer_pattern=("sliding",), window=3),
+    dict(experts=config_lib.Experts(6, 2, 12, shared_width=4)),
+    dict(experts=config_lib.Experts(6, 2, 12, first_dense=1)),
+    dict(experts=config_lib.Experts(6, 2, 12, scores="sigmoid")),
+))
+def test_no_family_has_these_experts(options):
+  with pytest.raises(ValueError, match="qwen3_moe has full attention"):
+    hf_config.config_to_hf(dataclasses.replace(MOE, **options))
 
 
 def test_no_family_has_both_norms_and_biases():

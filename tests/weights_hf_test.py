@@ -27,7 +27,13 @@ CONFIG = config_lib.ModelConfig(
 TIED = dataclasses.replace(CONFIG, tied_embeddings=True)
 QWEN2 = dataclasses.replace(CONFIG, qkv_bias=True, rope_theta=1e6)
 QWEN3 = dataclasses.replace(TIED, qk_norm=True, norm_eps=1e-6)
-CONFIGS = {"llama": CONFIG, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3}
+MOE = dataclasses.replace(
+    CONFIG, qk_norm=True, experts=config_lib.Experts(3, 2, 12)
+)
+CONFIGS = {
+    "llama": CONFIG, "tied": TIED, "qwen2": QWEN2, "qwen3": QWEN3,
+    "qwen3_moe": MOE,
+}
 
 
 def random_params(config, seed=0):

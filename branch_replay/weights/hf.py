@@ -44,10 +44,10 @@ def load_hf(
 ) -> pretrained_lib.Pretrained:
   """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek directory.
 
-  Of Qwen these are Qwen2, Qwen3, Qwen3.5 and Qwen3-Next; of DeepSeek V2 and V3;
-  all of them without experts. Where a family stores the scales of its norms
-  less 1 (Gemma 3, Qwen3.5, Qwen3-Next) they are loaded as 1 + w, which bfloat16
-  rounds: pass param_dtype="float32" to keep them.
+  Of Qwen these are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next; of DeepSeek
+  V2 and V3; all but Qwen3-MoE without experts. Where a family stores the scales
+  of its norms less 1 (Gemma 3, Qwen3.5, Qwen3-Next) they are loaded as 1 + w,
+  which bfloat16 rounds: pass param_dtype="float32" to keep them.
 
   Reads config.json and model.safetensors, or the shards named by
   model.safetensors.index.json; and where present generation_config.json,

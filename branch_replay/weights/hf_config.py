@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # What near relatives have that is not computed here.
 _REFUSED = {
@@ -39,6 +40,8 @@ _FIXED = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
+# Of Qwen3-MoE: experts in every layer.
+_FIXED_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def config_from_hf(
@@ -105,6 +108,10 @@ def _llama_like(mapping, family) -> dict[str, Any]:
   if family == "mistral" and mapping.get("sliding_window", 1) is not None:
     # MistralConfig has a constant default; null means that there is none.
     window = hf_fields.integer(mapping, "sliding_window", default=4096)
+  experts = None
+  if family == "qwen3_moe":
+    hf_fields.check_fixed(mapping, _FIXED_MOE)
+    experts = _experts(mapping)
   return {
       "num_kv_heads": hf_fields.integer(
           mapping, "num_key_value_heads", default=heads
@@ -112,11 +119,23 @@ def _llama_like(mapping, family) -> dict[str, Any]:
       "head_dim": _head_dim(mapping, family),
       "rope_theta": theta,
       "rope_scaling": scaling,
-      "qk_norm": family == "qwen3",
+      "qk_norm": family in ("qwen3", "qwen3_moe"),
       "qkv_bias": family == "qwen2",
       "layer_pattern": ("full",) if window is None else ("sliding",),
       "window": window,
+      "experts": experts,
   }
+
+
+def _experts(mapping) -> config_lib.Experts:
+  """Of a Qwen3-MoE model, in every layer of which they are."""
+  count = hf_fields.integer(mapping, "num_local_experts", default=128)
+  return config_lib.Experts(
+      count=hf_fields.integer(mapping, "num_experts", default=count),
+      top_k=hf_fields.integer(mapping, "num_experts_per_tok", default=8),
+      width=hf_fields.integer(mapping, "moe_intermediate_size", default=768),
+      normalised=bool(mapping.get("norm_topk_prob", False)),
+  )
 
 
 def _head_dim(mapping, family):
@@ -207,7 +226,10 @@ def _llama_like_to_hf(config) -> dict[str, Any]:
         "has the norms, qwen2 the biases."
     )
   family = "llama"
-  if config.layer_pattern != ("full",):
+  if config.experts is not None:
+    _check_exportable(config)
+    family = "qwen3_moe"
+  elif config.layer_pattern != ("full",):
     if config.layer_pattern != ("sliding",) or (
         config.qk_norm or config.qkv_bias
     ):
@@ -226,6 +248,15 @@ def _llama_like_to_hf(config) -> dict[str, Any]:
       "model_type": family,
       "hidden_act": "silu",
   }
+  if family == "qwen3_moe":
+    options |= {
+        "num_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.top_k,
+        "moe_intermediate_size": config.experts.width,
+        "norm_topk_prob": config.experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
   if family == "mistral":
     return options | {"sliding_window": config.window}
   if family != "qwen2":
@@ -235,3 +266,21 @@ def _llama_like_to_hf(config) -> dict[str, Any]:
   else:
     options["use_sliding_window"] = False
   return options
+
+
+def _check_exportable(config: config_lib.ModelConfig):
+  """Raises ValueError for experts of no family that is written here."""
+  experts = config.experts
+  plain = config_lib.Experts(
+      experts.count, experts.top_k, experts.width,
+      normalised=experts.normalised,
+  )
+  if experts != plain or config.layer_pattern != ("full",) or (
+      config.qkv_bias or not config.qk_norm
+  ):
+    raise ValueError(
+        f"{experts} with layer_pattern={config.layer_pattern!r}, qk_norm="
+        f"{config.qk_norm} and qkv_bias={config.qkv_bias} has no Hugging Face "
+        "model_type here: qwen3_moe has full attention with qk_norm, and "
+        "experts in every layer, chosen by a softmax, without a shared one."
+    )

@@ -24,9 +24,9 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.models import decoder
 
-# Path of a parameter -> name of its tensor; {} is the layer. Of a layer that
-# is not of attention alone the path starts with its kind. Names that no file
-# has are made of those that it has in `hf_tensors`.
+# Path of a parameter -> name of its tensor; {} is the layer, the second one the
+# expert. Of a layer that is not of attention alone the path starts with its
+# kind. Names that no file has are made of those that it has in `hf_tensors`.
 HF_NAMES = {
     "embed/table": "model.embed_tokens.weight",
     "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",
@@ -82,6 +82,16 @@ HF_NAMES = {
     ),
     "latent/rotate/key_up": "model.layers.{}.self_attn.key_up",
     "latent/join/value_up": "model.layers.{}.self_attn.value_up",
+    "layers/expand/router/kernel": "model.layers.{}.mlp.gate.weight",
+    "layers/expand/expert_gate/kernel": (
+        "model.layers.{}.mlp.experts.{}.gate_proj.weight"
+    ),
+    "layers/expand/expert_up/kernel": (
+        "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    ),
+    "layers/contract/expert_down/kernel": (
+        "model.layers.{}.mlp.experts.{}.down_proj.weight"
+    ),
     "final_norm/scale": "model.norm.weight",
     "head/table": "lm_head.weight",
 }
@@ -112,12 +122,13 @@ class Slot(NamedTuple):
 
   Attributes:
     path: of the parameter, with slashes.
-    layer: index on its leading axis, or None for an unstacked parameter.
+    layer: index on its leading axis, with that of the expert where there is
+      one; None for an unstacked parameter.
     shape: that the tensor must have in the file.
   """
 
   path: str
-  layer: int | None
+  layer: int | tuple[int, int] | None
   shape: tuple[int, ...]
 
 
@@ -159,8 +170,15 @@ def slots(
     name = names.get(f"{kind}/{of_layer}") or names.get(f"layers/{of_layer}")
     if name is None:
       raise ValueError(f"{path} has no place in files of this format.")
+    of_experts = name.count("{}") == 2
     for index, layer in enumerate(layers):
-      wanted[name.format(layer)] = Slot(path, index, shape)
+      if not of_experts:
+        wanted[name.format(layer)] = Slot(path, index, shape)
+        continue
+      for expert in range(leaf.shape[1]):
+        wanted[name.format(layer, expert)] = Slot(
+            path, (index, expert), leaf.shape[:1:-1]
+        )
   return wanted
 
 

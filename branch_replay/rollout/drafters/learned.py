@@ -189,8 +189,8 @@ def check_fits(config: config_lib.ModelConfig) -> None:
     raise ValueError(
         "This drafter's layer is like all of the model's, of full attention, "
         "and this model's differ: layer_pattern="
-        f"{config.layer_pattern}, or some layers alone have experts. Take NGram "
-        "or Model."
+        f"{config.layer_pattern}, or some layers alone have experts. Take "
+        "NGram or Model."
     )
 
 
