@@ -26,6 +26,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import adapters
+from branch_replay import balance as balance_lib
 from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
@@ -49,6 +50,7 @@ class Task:
   schedule: Schedule = Schedule()
   sampling: chunk_sampling.Sampling = chunk_sampling.Sampling()
   trainable: str = "all"
+  balance: float = 0.0
 
   def __post_init__(self):
     check_mode(self.prefix_gradient)
@@ -61,6 +63,7 @@ class Task:
           "it all the same."
       )
     adapters.check_trainable(self.trainable, self.config)
+    balance_lib.check(self.balance, self.config)
 
   @property
   def config(self) -> config_lib.ModelConfig:
@@ -154,7 +157,8 @@ def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
 
 
 def pop_chunk(
-    task: Task, params, grads, accumulator, state, index, kept=None, scale=1.0
+    task: Task, params, grads, accumulator, state, index, kept=None, scale=1.0,
+    seeds=None,
 ):
   """Pulls the accumulated cotangent of chunk `index` back, in place.
 
@@ -169,7 +173,8 @@ def pop_chunk(
     state: the state the cotangent belongs to.
     index: i32 scalar.
     kept: what `push_chunk` kept of this chunk; None runs it again.
-    scale: factor on the chunk's accumulated cotangent.
+    scale: factor on the chunk's accumulated cotangent, and on the seeds.
+    seeds: of the load-balance term for a position of the prefix, or None.
 
   Returns:
     grads and accumulator.
@@ -184,6 +189,9 @@ def pop_chunk(
   tokens, context, chunk = _chunk(
       task, all_tokens, seen, index, size, state.length
   )
+  if seeds is not None:
+    real_GT = context.positions_GT < state.length
+    context = context._replace(balance=segment.Balance(seeds, scale * real_GT))
   if kept is None:
     here = size // task.layout.devices
     choices = state_lib.chosen(
@@ -220,7 +228,7 @@ def skip_chunk(task: Task, accumulator, state, index):
 
 def visit_branches(
     task: Task, params, grads, accumulator, state, group, cotangent, args=(),
-    kept=(None, None),
+    kept=(None, None), seeds=None,
 ):
   """Forward and backward of all branches, `branches_at_once` at a time.
 
@@ -235,6 +243,7 @@ def visit_branches(
       the branches of one visit.
     args: tuple of arrays with leading axis G, handed to `cotangent`.
     kept: what `run_branches` kept; by default the branches are run here.
+    seeds: of the load-balance term, or None.
 
   Returns:
     grads, accumulator, the outputs [G, T, ...], and "anything" for the whole
@@ -247,6 +256,9 @@ def visit_branches(
     grads, accumulator = carry
     (rows, args), kept = part
     context = context_of(rows)
+    if seeds is not None:
+      real_GT = _real(task, state, context)
+      context = context._replace(balance=segment.Balance(seeds, real_GT))
     policy = task.schedule.activations
     if kept is None:
       kept = _run(task, params, rows, context, policy)
@@ -312,6 +324,37 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
   return _join(whole[0], rest[0]), (whole[1], rest[1])
 
 
+def count_choices(task: Task, params, state, group):
+  """How often each expert was chosen in a group's whole sequences, by stack.
+
+  Runs all branches, without a backward pass; the prefix, which the state knows
+  the choices of, counts once a branch.
+  """
+  branches, _, context_of = _branches(task, state, group)
+  config, layout = task.config, task.layout
+
+  def run(counts, rows):
+    context = context_of(rows)
+    _, present, _ = segment.forward(
+        config, params["layers"],
+        segment.embed(
+            config, params, layout.mine(rows.tokens_GS, 1), layout
+        ),
+        context, layout=layout, keep=None, present=True,
+    )
+    real_GT = _real(task, state, context)
+    return balance_lib.add(counts, present.choices, real_GT), None
+
+  parts = _split(branches, task.at_once(group.tails.shape[0]))
+  counts, _ = _scan_parts(run, balance_lib.zeros(config), parts)
+  if task.prefix_gradient != "full":
+    real_P = layout.positions(0, state.capacity) < state.length
+    counts = balance_lib.add(
+        counts, state.choices, group.tails.shape[0] * real_P[None]
+    )
+  return layout.sum(counts)
+
+
 def zero_grads(params):
   """Zeros like the parameters, at least float32."""
   return jax.tree.map(
@@ -374,6 +417,12 @@ def _branches(task: Task, state, group):
     )
 
   return rows, window, context_of
+
+
+def _real(task: Task, state, context: segment.Context):
+  """Which of this device's tokens of branches are no padding, bool[G, T]."""
+  first = 0 if task.prefix_gradient == "full" else state.length
+  return context.positions_GT < first + context.lengths_G[:, None]
 
 
 def _pad_tokens(task: Task, x_GT):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import tqdm
 
+from branch_replay import balance as balance_lib
 from branch_replay import engine
 from branch_replay import passes
 from branch_replay import prefix_replay
@@ -31,6 +32,7 @@ def value_and_grad(
     prefix_gradient: str = "exact",
     schedule: Schedule = Schedule(),
     trainable: str = "all",
+    balance: float = 0.0,
     progress: bool = True,
 ):
   """`prefix_replay.value_and_grad` of one group, step by step from the host.
@@ -43,6 +45,7 @@ def value_and_grad(
     schedule: sizes, policies and layout; on several devices "keep" becomes
       "recompute", as what is kept does not leave the devices.
     trainable: "all" or "adapters".
+    balance: as there.
     progress: whether to show a progress bar.
 
   Returns:
@@ -63,7 +66,8 @@ def value_and_grad(
     if group.prompt.ndim == 2:
       raise ValueError("The host loop takes one group, not stacked groups.")
     task = prefix_replay.make_task(
-        model, group, readout, prefix_gradient, schedule, trainable=trainable
+        model, group, readout, prefix_gradient, schedule, trainable=trainable,
+        balance=balance,
     )
     if task.layout.devices > 1 and task.schedule.activations == "keep":
       again = dataclasses.replace(task.schedule, activations="recompute")
@@ -97,10 +101,11 @@ class _Run:
   def gradient(self, loss, args):
     with self._bar:
       kept = self._capture()
-      value, outputs, grads, accumulator = self._visit(loss, args)
+      seeds, load = self._count()
+      value, outputs, grads, accumulator = self._visit(loss, args, seeds)
       if self._exact:
-        grads = self._prefix_pass(grads, accumulator, kept)
-    return passes.Evaluation(value, outputs, None), grads
+        grads = self._prefix_pass(grads, accumulator, kept, seeds)
+    return passes.Evaluation(value, outputs, None, load), grads
 
   def _done(self, what: str, result):
     self._bar.set_description(what)
@@ -117,7 +122,18 @@ class _Run:
       kept.append(of_chunk)
     return kept
 
-  def _visit(self, loss, args):
+  def _count(self):
+    """Seeds and load of the load-balance term, of all branches in one step."""
+    task = self._task
+    if not task.balance:
+      return None, None
+    counts = _count(task, self._params, self._state, self._group)
+    return (
+        balance_lib.seeds(task.config, task.balance, counts),
+        balance_lib.load(task.config, counts),
+    )
+
+  def _visit(self, loss, args, seeds):
     grads, accumulator = _start(
         self._task, self._chunks.capacity, self._params
     )
@@ -131,18 +147,20 @@ class _Run:
       )
       grads, accumulator, output, value = self._done("branches", _visit(
           self._task, loss, self._params, grads, accumulator, self._state,
-          part, jax.tree.map(lambda x, rows=rows: x[rows], args),
+          part, jax.tree.map(lambda x, rows=rows: x[rows], args), seeds,
       ))
       values.append(value)
       outputs.append(output)
     outputs = jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
     return sum(values), outputs, grads, accumulator
 
-  def _prefix_pass(self, grads, accumulator, kept):
+  def _prefix_pass(self, grads, accumulator, kept, seeds):
+    branches = self._group.tails.shape[0]
+    seeds = jax.tree.map(lambda x: branches * x, seeds)
     for index in reversed(range(self._used)):
       grads, accumulator = self._done("prefix backward", _pop(
           self._task, self._params, grads, accumulator, self._state, index,
-          kept.pop(),
+          kept.pop(), seeds,
       ))
     return grads
 
@@ -194,29 +212,37 @@ def _push(task, params, state, index):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def _visit(task, loss, params, grads, accumulator, state, group, args):
-  def here(params, grads, accumulator, state, group, args):
+def _visit(task, loss, params, grads, accumulator, state, group, args, seeds):
+  def here(params, grads, accumulator, state, group, args, seeds):
     grads, accumulator, outputs, (values, _) = engine.visit_branches(
         task, params, grads, accumulator, state, group,
-        passes.cotangent_of(loss), args,
+        passes.cotangent_of(loss), args, seeds=seeds,
     )
     return grads, accumulator, outputs, jnp.sum(values)
 
   mixer = "mixer" if task.accumulates else "all"
-  ins = "params", "grads", mixer, "state", "all", "all"
+  ins = "params", "grads", mixer, "state", "all", "all", "all"
   return task.layout.over(here, ins, ("grads", mixer, "all", "all"), grads)(
-      params, grads, accumulator, state, group, args
+      params, grads, accumulator, state, group, args, seeds
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _count(task, params, state, group):
+  here = functools.partial(engine.count_choices, task)
+  return task.layout.over(here, ("params", "state", "all"), "all")(
+      params, state, group
   )
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-def _pop(task, params, grads, accumulator, state, index, kept):
-  def here(params, grads, accumulator, state, index, kept):
+def _pop(task, params, grads, accumulator, state, index, kept, seeds):
+  def here(params, grads, accumulator, state, index, kept, seeds):
     return engine.pop_chunk(
-        task, params, grads, accumulator, state, index, kept
+        task, params, grads, accumulator, state, index, kept, seeds=seeds
     )
 
-  ins = "params", "grads", "mixer", "state", "all", "all"
+  ins = "params", "grads", "mixer", "state", "all", "all", "all"
   return task.layout.over(here, ins, ("grads", "mixer"), grads)(
-      params, grads, accumulator, state, index, kept
+      params, grads, accumulator, state, index, kept, seeds
   )

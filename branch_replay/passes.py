@@ -16,6 +16,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import balance
 from branch_replay import chunk_sampling
 from branch_replay import engine
 from branch_replay import segment
@@ -32,11 +33,15 @@ class Evaluation(NamedTuple):
     outputs: the readout's pytree, [G, T, ...] or [groups, G, T, ...].
     prefix_pass: in `sampled` a `chunk_sampling.PrefixPass`: which chunks ran
       and with what probability; None in the other modes and without a prefix.
+    load: with a load-balance term, the share of the choices that fell on every
+      expert, [L, E] of the layers that have them (stacked groups: first an axis
+      of groups); else None. The loss is without that term, the gradient with.
   """
 
   loss: jax.Array
   outputs: Any
   prefix_pass: Any
+  load: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -134,7 +139,8 @@ def _used(length, chunks: state_lib.Chunks):
 
 
 def prefix_pass(
-    task: engine.Task, params, grads, accumulator, state, uniform_N=None
+    task: engine.Task, params, grads, accumulator, state, uniform_N=None,
+    seeds=None,
 ):
   """Pops chunks last to first: every one, or in `sampled` those drawn.
 
@@ -145,6 +151,7 @@ def prefix_pass(
     accumulator: cotangent of the state.
     state: the captured prefix.
     uniform_N: for `sampled`, the numbers that chunks are drawn by.
+    seeds: of the load-balance term for a position of the prefix, or None.
 
   Returns:
     grads, the whole cotangent of the state, and in `sampled` the `PrefixPass`.
@@ -161,7 +168,7 @@ def prefix_pass(
         state.kept,
     )
     return engine.pop_chunk(
-        task, params, grads, accumulator, state, index, kept, scale
+        task, params, grads, accumulator, state, index, kept, scale, seeds
     )
 
   if task.prefix_gradient == "sampled":
@@ -183,7 +190,12 @@ def _gradient(
     task, params, grads, group, state, key, cotangent, args=(),
     kept=(None, None),
 ):
-  """Adds the gradient of one group; the schedule of all modes but capture."""
+  """Adds the gradient of one group; the schedule of all modes but capture.
+
+  Returns:
+    grads, outputs, "anything" of the cotangent, and the two reports of
+    `Evaluation`: of the prefix pass and the load.
+  """
   accumulator = report = None
   if state is not None:
     # Work follows the prompt, not the room that a state has to spare.
@@ -196,17 +208,24 @@ def _gradient(
         task.config, here, task.schedule.accumulator_dtype,
         task.layout.devices,
     )
+  load = seeds = prefix_seeds = None
+  if task.balance:
+    counts = engine.count_choices(task, params, state, group)
+    load = balance.load(task.config, counts)
+    seeds = balance.seeds(task.config, task.balance, counts)
+    prefix_seeds = jax.tree.map(lambda x: group.tails.shape[0] * x, seeds)
   grads, accumulator, outputs, extra = engine.visit_branches(
-      task, params, grads, accumulator, state, group, cotangent, args, kept
+      task, params, grads, accumulator, state, group, cotangent, args, kept,
+      seeds,
   )
   if task.accumulates:
     uniform_N = None
     if task.prefix_gradient == "sampled":
       uniform_N = chunk_sampling.uniforms(key, chunks.count)
     grads, _, report = prefix_pass(
-        task, params, grads, accumulator, state, uniform_N
+        task, params, grads, accumulator, state, uniform_N, prefix_seeds
     )
-  return grads, outputs, extra, report
+  return grads, outputs, extra, (report, load)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -265,11 +284,11 @@ def _value_and_grad(task, loss, params, group, args, state, key):
     if state is None and task.prefix_gradient != "full":
       keep = task.schedule.activations == "keep"
       state = _own_state(task, keep, params, group)
-    grads, outputs, (whole, rest), report = _gradient(
+    grads, outputs, (whole, rest), reports = _gradient(
         task, params, grads, group, state, key, cotangent, args
     )
     value = jnp.sum(whole) + (0 if rest is None else rest)
-    return grads, Evaluation(value, outputs, report)
+    return grads, Evaluation(value, outputs, *reports)
 
   grads = engine.zero_grads(task.trained(params))
   if group.prompt.ndim == 1:

@@ -151,6 +151,7 @@ def value_and_grad(
     sampling: Sampling = Sampling(),
     schedule: Schedule = Schedule(),
     trainable: str = "all",
+    balance: float = 0.0,
 ):
   """One-pass gradient of a loss that is a sum over branches.
 
@@ -169,6 +170,10 @@ def value_and_grad(
     schedule: as in `replay`.
     trainable: "all", or "adapters" for the gradient of low-rank adapters
       alone, see `adapters.add`; the base then costs no weight gradients.
+    balance: coefficient of the load-balance term of a mixture of experts, see
+      `branch_replay.balance`, whose gradient is added; in "stop" that of the
+      tails alone. Unless 0 it costs one more forward pass of the tails, and
+      `Evaluation.load` is the share of every expert.
 
   Returns:
     A function (params, group, *args, state=None, key=None, allow_stale=False,
@@ -183,7 +188,7 @@ def value_and_grad(
   ):
     task = make_task(
         model, group, readout, prefix_gradient, schedule, sampling,
-        trainable=trainable,
+        trainable=trainable, balance=balance,
     )
     _check_key(task, key)
     if state is not None:
@@ -261,12 +266,12 @@ def _check_key(task: engine.Task, key):
 
 def make_task(
     model, group, readout, prefix_gradient, schedule, sampling=Sampling(),
-    one_pass=True, trainable="all",
+    one_pass=True, trainable="all", balance=0.0,
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
   group_lib.check(group, model.config)
   task = engine.Task(
-      model, readout, prefix_gradient, schedule, sampling, trainable
+      model, readout, prefix_gradient, schedule, sampling, trainable, balance
   )
   policy = task.policy(group, one_pass=one_pass)
   settled = dataclasses.replace(schedule, activations=policy)

@@ -23,6 +23,7 @@ from branch_replay.layout import Layout
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 from branch_replay.models import block
+from branch_replay.ops import experts as experts_lib
 
 
 class Kept(NamedTuple):
@@ -58,6 +59,18 @@ class Present(NamedTuple):
   choices: Any
 
 
+class Balance(NamedTuple):
+  """What a load-balance term sends to router probabilities, see `balance`.
+
+  Attributes:
+    seeds: [L, E] by stack.
+    weights_GT: how much of it each of this device's tokens is sent.
+  """
+
+  seeds: Any
+  weights_GT: jax.Array
+
+
 class Context(NamedTuple):
   """What a segment continues from, and where it stands.
 
@@ -69,6 +82,7 @@ class Context(NamedTuple):
     lengths_G: i32, real tokens of each row on all devices, or None for all.
     choices: of experts that were made before, [L, 1, T, k] by stack, where one
       row is run again; None to choose.
+    balance: `Balance`, for the backward pass; None without such a term.
   """
 
   prefix: Any
@@ -76,6 +90,7 @@ class Context(NamedTuple):
   positions_GT: jax.Array
   lengths_G: jax.Array | None = None
   choices: Any = None
+  balance: Balance | None = None
 
 
 class Popped(NamedTuple):
@@ -154,7 +169,7 @@ def _replay_layer(
 
 def _layer_backward(
     config, kind, layout, params, kept: Kept, dy_GTM, layer, context, prefix,
-    accumulator, popped,
+    accumulator, popped, seed_E,
 ):
   """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
   x_GTM, choices_Nk, stages = kept
@@ -180,6 +195,11 @@ def _layer_backward(
   dh_GTM, *d_expanded = pull(
       contract, "contract", (h_GTM, *expanded), dy_GTM, choices_Nk
   )
+  if seed_E is not None:  # the router's logits come first
+    dp_NE = context.balance.weights_GT.reshape(-1, 1) * seed_E[None]
+    d_expanded[0] += experts_lib.pull_probabilities(
+        config.experts, expanded[0], dp_NE
+    )
   (dh_expand,) = pull(
       expand, "expand", (h_GTM,), tuple(d_expanded), choices_Nk
   )
@@ -303,13 +323,15 @@ def backward(
   Returns:
     dx_GTM, the updated layer_grads, and the updated accumulator.
   """
-  def layer(carry, part, place, index, params, kept, prefix):
+  def layer(carry, part, place, index, params, kept, prefix, seeds):
     dy_GTM, layer_grads, accumulator = carry
     path = part.path(place)
+    seeded = context.balance is not None and part.experts
     dx_GTM, grads, accumulator = _layer_backward(
         config, part.kinds[place], layout,
         widened(layout.gather(path, params), layer_grads), kept, dy_GTM,
         index, context, prefix, accumulator, popped,
+        seeds[index] if seeded else None,
     )
     grads = adapters.pick(grads, layer_grads)
     layer_grads = jax.tree.map(
@@ -321,23 +343,26 @@ def backward(
 
   trees = [
       pattern.split(config, tree)
-      for tree in (layer_params, kept, context.prefix, layer_grads)
+      for tree in (
+          layer_params, kept, context.prefix,
+          {} if context.balance is None else context.balance.seeds, layer_grads,
+      )
   ]
   accumulators = [[None] * len(part) for part in trees[0]]
   if accumulator is not None:
     accumulators = pattern.split(config, accumulator)
   all_grads, all_accumulators = [], []
-  for part, stacks, kepts, prefixes, grads, accumulated in reversed(list(zip(
-      pattern.parts(config), *trees, accumulators, strict=True
-  ))):
-    def turn(carry, inputs, part=part, prefixes=prefixes):
+  for part, stacks, kepts, prefixes, seeds, grads, accumulated in reversed(
+      list(zip(pattern.parts(config), *trees, accumulators, strict=True))
+  ):
+    def turn(carry, inputs, part=part, prefixes=prefixes, seeds=seeds):
       dy_GTM, grads, accumulated = carry
       index, stacks, kepts = inputs
       grads, accumulated = list(grads), list(accumulated)
       for place in reversed(range(len(part.kinds))):
         dy_GTM, grads[place], accumulated[place] = layer(
             (dy_GTM, grads[place], accumulated[place]), part, place, index,
-            stacks[place], kepts[place], prefixes[place],
+            stacks[place], kepts[place], prefixes[place], seeds[place],
         )
       return (dy_GTM, grads, accumulated), None
 

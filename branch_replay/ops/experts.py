@@ -59,6 +59,18 @@ def weights(experts: config_lib.Experts, logits_NE, choices_Nk):
   return experts.scaling * taken_Nk
 
 
+def probabilities(experts: config_lib.Experts, logits_NE):
+  """p: the scores of all experts, divided by their sum."""
+  score_NE = scores(experts, logits_NE)
+  return score_NE / (score_NE.sum(axis=1, keepdims=True) + 1e-20)
+
+
+def pull_probabilities(experts: config_lib.Experts, logits_NE, dp_NE):
+  """The cotangent of the logits for one of their probabilities."""
+  _, pull = jax.vjp(lambda z: probabilities(experts, z), logits_NE)
+  return pull(dp_NE.astype(logits_NE.dtype))[0]
+
+
 class Order(NamedTuple):
   """N·k rows, one a token and choice, brought into the order of the experts.
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from branch_replay import adapters
+from branch_replay import balance
 from branch_replay import prefix_replay
 from branch_replay import schedule as schedule_lib
 from branch_replay.chunk_sampling import Sampling
@@ -57,6 +58,7 @@ class Learner:
     sampling: of "sampled".
     schedule: sizes, policies and layout.
     trainable: "all" or "adapters".
+    balance: of a mixture of experts, as in `prefix_replay.value_and_grad`.
   """
 
   model: decoder.Decoder
@@ -66,10 +68,12 @@ class Learner:
   sampling: Sampling = Sampling()
   schedule: Schedule = Schedule()
   trainable: adapters.Trainable = "all"
+  balance: float = 0.0
 
   def __post_init__(self):
     schedule_lib.check_mode(self.prefix_gradient)
     adapters.check_trainable(self.trainable, self.model.config)
+    balance.check(self.balance, self.model.config)
     proximal = isinstance(self.algorithm, algorithms.ProximalPolicy)
     if self.trainable == "adapters" and proximal:
       raise ValueError(
@@ -82,7 +86,7 @@ class Learner:
     return prefix_replay.value_and_grad(
         self.model, self.algorithm.loss, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, sampling=self.sampling,
-        schedule=self.schedule, trainable=self.trainable,
+        schedule=self.schedule, trainable=self.trainable, balance=self.balance,
     )
 
   @functools.cached_property
@@ -91,7 +95,7 @@ class Learner:
     return prefix_replay.value_and_grad(
         self.model, objectives.linear, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, schedule=self.schedule,
-        trainable=self.trainable,
+        trainable=self.trainable, balance=self.balance,
     )
 
   @functools.cached_property

@@ -1,0 +1,231 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The load-balance term: its counts, and its gradient against autodiff."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import branch_replay as br
+from branch_replay import balance
+from branch_replay import engine
+from branch_replay import host_loop
+from branch_replay import sharding
+from branch_replay import state as state_lib
+from branch_replay.models import block
+from branch_replay.models import expert_layers
+from branch_replay.ops import attention_reference as reference
+from branch_replay.ops import experts as ops
+from tests import tiny
+
+TOLERANCE = 1e-11
+COEFFICIENT = 5.0
+CONFIG = tiny.in_float64(tiny.ARCHITECTURES["experts"])
+
+
+def problem():
+  decoder, params = tiny.model(CONFIG)
+  group = tiny.group(12, (5, 0, 3))
+  return decoder, params, group, tiny.weights(group)
+
+
+def dense_term(decoder, params, group, stopped=False):
+  """B of whole sequences, layer by layer, and f.
+
+  With `stopped`, keys, values and probabilities of the prefix are constants.
+  """
+  experts, tokens_GS = CONFIG.experts, group.sequences()[:, :-1]
+  prefix = int(group.prompt_length) - 1
+  at_1S = jnp.arange(tokens_GS.shape[1])[None]
+  real_GS = at_1S < prefix + group.tail_lengths[:, None]
+  tail_S = jnp.arange(tokens_GS.shape[1]) >= prefix
+
+  def stop(x, axis):
+    if not stopped:
+      return x
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return jnp.where(tail_S.reshape(shape), x, jax.lax.stop_gradient(x))
+
+  def attend(q, k, v):
+    return reference.causal(q, stop(k, 2), stop(v, 2))
+
+  x_GSM = decoder.apply({"params": params}, tokens_GS, method="embed_tokens")
+  positions_GS = jnp.broadcast_to(at_1S, tokens_GS.shape)
+  terms, shares = [], []
+  for layer in range(CONFIG.num_layers):
+    of_layer = jax.tree.map(lambda x, layer=layer: x[layer], params["layers"])
+    (x_GSM, _), seen = block.Block(CONFIG, "full", True).apply(
+        {"params": of_layer}, x_GSM, positions_GS, attend,
+        capture_intermediates=lambda module, _: isinstance(
+            module, expert_layers.Router
+        ),
+        mutable=["intermediates"],
+    )
+    router = seen["intermediates"]["expand"]["router"]
+    logits_NE = router["__call__"][0][0]
+    p_GSE = ops.probabilities(experts, logits_NE).reshape(*tokens_GS.shape, -1)
+    _, chosen_Nk = jax.lax.top_k(logits_NE, experts.top_k)
+    hits_GSE = jax.nn.one_hot(chosen_Nk, experts.count).sum(axis=1).reshape(
+        p_GSE.shape
+    )
+    real_GS1 = real_GS[..., None]
+    f_E = (hits_GSE * real_GS1).sum((0, 1)) / (real_GS.sum() * experts.top_k)
+    mean_E = (stop(p_GSE, 1) * real_GS1).sum((0, 1)) / real_GS.sum()
+    terms.append(experts.count * jnp.vdot(f_E, mean_E))
+    shares.append(f_E)
+  return sum(terms) / len(terms), jnp.stack(shares)
+
+
+def of_term(stopped=False):
+  """The gradient of B, and f, by autodiff."""
+  decoder, params, group, _ = problem()
+  return jax.jit(jax.grad(
+      lambda p: dense_term(decoder, p, group, stopped), has_aux=True
+  ))(params)
+
+
+def added(grads, of_term):
+  return jax.tree.map(lambda g, b: g + COEFFICIENT * b, grads, of_term)
+
+
+@functools.cache
+def dense():
+  """Gradients of the loss without and with the term, and f."""
+  plain = tiny.dense_gradient(*problem())
+  more, load = of_term()
+  return plain, added(plain, more), load
+
+
+def run(decoder, params, group, weights, **options):
+  return br.value_and_grad(
+      decoder, tiny.loss, balance=COEFFICIENT, **options
+  )(params, group, weights, key=jax.random.key(0))
+
+
+def test_seeds_and_load_by_hand(x64):
+  counts = jnp.array([[6.0, 2.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]])  # 4 tokens
+  np.testing.assert_allclose(
+      balance.load(CONFIG, counts), [[0.75, 0.25, 0, 0], [0.25] * 4]
+  )
+  # 3 · E f / (L W)
+  np.testing.assert_allclose(
+      balance.seeds(CONFIG, 3.0, counts),
+      [[1.125, 0.375, 0, 0], [0.375] * 4],
+  )
+  choices = jnp.array([[[[[0, 1], [0, 2]], [[1, 3], [0, 3]]]]] * 2)
+  weights = jnp.array([[1, 1], [3, 0]])
+  np.testing.assert_array_equal(
+      balance.add(balance.zeros(CONFIG), choices, weights),
+      [[2, 4, 1, 3]] * 2,
+  )
+  nothing = jnp.zeros((2, 1, 0, 2), jnp.int32), jnp.zeros((1, 0))
+  assert not balance.add(balance.zeros(CONFIG), *nothing).any()
+
+
+def test_exact_and_full_have_the_gradient_of_the_dense_term(x64):
+  decoder, params, group, weights = problem()
+  plain, wanted, load = dense()
+  assert tiny.worst(plain, wanted) > 0.05  # the term is seen
+  schedule = br.Schedule(
+      chunk_size=4, branches_at_once=2, activations="recompute"
+  )
+  for mode in ("exact", "full"):
+    evaluation, found = run(
+        decoder, params, group, weights, schedule=schedule,
+        prefix_gradient=mode,
+    )
+    assert tiny.worst(found, wanted) <= TOLERANCE, mode
+    np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
+    assert np.ptp(evaluation.load) > 0.1  # there is something to balance
+  by_host = host_loop.value_and_grad(
+      decoder, tiny.loss, schedule=schedule, balance=COEFFICIENT,
+      progress=False,
+  )(params, group, weights)
+  assert tiny.worst(by_host[1], wanted) <= TOLERANCE
+  np.testing.assert_allclose(by_host[0].load, load, rtol=1e-12)
+
+
+def test_a_prefix_of_which_all_chunks_are_drawn_and_kept(x64):
+  """Twice as many draws as chunks: each runs, with weight 1."""
+  decoder, params, group, weights = problem()
+  _, wanted, _ = dense()
+  _, found = run(
+      decoder, params, group, weights, prefix_gradient="sampled",
+      sampling=br.Sampling(chunks=6.0),
+      schedule=br.Schedule(chunk_size=4, activations="keep"),
+  )
+  assert tiny.worst(found, wanted) <= TOLERANCE
+
+
+def test_stop_balances_the_tails_by_the_counts_of_all(x64):
+  decoder, params, group, weights = problem()
+  more, load = of_term(stopped=True)
+  schedule = br.Schedule(chunk_size=4)
+  evaluation, found = run(
+      decoder, params, group, weights, prefix_gradient="stop",
+      schedule=schedule,
+  )
+  _, plain = br.value_and_grad(
+      decoder, tiny.loss, prefix_gradient="stop", schedule=schedule
+  )(params, group, weights)
+  assert tiny.worst(found, added(plain, more)) <= TOLERANCE
+  np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
+
+
+def test_two_devices_count_and_balance_together(x64):
+  decoder, params, group, weights = problem()
+  _, wanted, load = dense()
+  schedule = br.Schedule(
+      chunk_size=4, activations="recompute_layers",
+      layout=sharding.sharded(params, 2),
+  )
+  evaluation, found = run(decoder, params, group, weights, schedule=schedule)
+  assert tiny.worst(found, wanted) <= TOLERANCE
+  np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
+
+
+def test_a_popped_chunk_scales_what_the_term_sends_it(x64):
+  decoder, params, group, _ = problem()
+  task = engine.Task(
+      decoder, schedule=br.Schedule(chunk_size=8, activations="recompute")
+  )
+  state = br.capture(decoder, params, group, schedule=task.schedule)
+  seeds = jax.tree.map(
+      lambda x: x + jnp.arange(4.0)[None], balance.zeros(CONFIG)
+  )
+
+  @jax.jit
+  def pop(scale):
+    nothing = state_lib.accumulator(CONFIG, state.capacity)
+    return engine.pop_chunk(
+        task, params, engine.zero_grads(params), nothing, state, 1,
+        scale=scale, seeds=seeds,
+    )[0]
+
+  once = pop(1.0)
+  assert jnp.abs(once["layers"]["expand"]["router"]["kernel"]).min() > 0
+  thrice = jax.tree.map(lambda x: 3 * x, once)
+  assert tiny.worst(pop(3.0), thrice) <= TOLERANCE
+
+
+def test_coefficients_that_mean_nothing_are_refused():
+  decoder, params = tiny.model(tiny.BASE)
+  with pytest.raises(ValueError, match="the model has no experts"):
+    br.value_and_grad(decoder, tiny.loss, balance=0.1)(params, tiny.group())
+  with pytest.raises(ValueError, match="must not be negative: -1"):
+    balance.check(-1.0, CONFIG)
+
+
+def test_without_a_coefficient_there_is_no_load():
+  decoder, params = tiny.model(tiny.ARCHITECTURES["experts"])
+  group = tiny.group()
+  evaluation, _ = jax.eval_shape(
+      lambda params: br.value_and_grad(decoder, tiny.loss)(
+          params, group, tiny.weights(group)
+      ), params,
+  )
+  assert evaluation.load is None
