@@ -140,6 +140,29 @@ def test_yarn_scales_the_rotated_vectors_by_its_attention_factor(
   )
 
 
+def test_latent_layers_scale_their_scores_by_the_square_of_a_temperature():
+  for options, factor in (
+      (dict(factor=math.e, mscale_all_dim=1.0), 1.1**2),
+      (dict(factor=math.e, mscale=2.0, mscale_all_dim=0.5), 1.05**2),
+      (dict(factor=math.e), 1.0),
+      (dict(factor=1.0, mscale_all_dim=1.0), 1.0),
+  ):
+    scaling = config_lib.YarnScaling(original_max_positions=64, **options)
+    assert rope.score_factor(scaling) == pytest.approx(factor, rel=1e-14)
+  assert rope.score_factor(config_lib.LinearScaling(4.0)) == 1
+  assert rope.score_factor(None) == 1
+
+
+def test_of_a_head_the_first_numbers_alone_are_rotated(x64):
+  x_GTND = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 2, 8)))
+  at_GT = jnp.asarray([[3, 4, 50]])
+  found = rope.rotate(x_GTND, at_GT, theta=1e4, dim=4)
+  # As of a head of four: its frequencies are those of its own size.
+  alone = rope.rotate(x_GTND[..., :4], at_GT, theta=1e4)
+  np.testing.assert_array_equal(found[..., :4], alone)
+  np.testing.assert_array_equal(found[..., 4:], x_GTND[..., 4:])
+
+
 def test_an_unknown_scaling_is_an_error():
   with pytest.raises(ValueError, match="Unknown RoPE scaling.*dynamic"):
     rope.frequencies(8, 1e4, "dynamic")
