@@ -25,6 +25,7 @@ from branch_replay.chunk_sampling import Sampling
 from branch_replay.config import Experts
 from branch_replay.config import GatedDelta
 from branch_replay.config import LatentAttention
+from branch_replay.config import LayerKind
 from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
@@ -57,6 +58,7 @@ __all__ = [
     "Group",
     "Law",
     "LatentAttention",
+    "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
     "LogProbs",

@@ -89,7 +89,7 @@ def sizes(
   total_N = 0.0
   for kind, stack in pattern.leaves(config, accumulator):
     for x in jax.tree.leaves(stack):
-      if kind in ("full", "latent"):
+      if config_lib.has_places(kind):
         total_N += squares(x)
       else:
         total_N += jnp.sum(jnp.square(x)) * (jnp.arange(chunks) == index)

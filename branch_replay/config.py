@@ -3,6 +3,7 @@
 """The one description of a decoder that every module takes whole."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -55,9 +56,67 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
-# Token mixers a layer may have.
+# Token mixers a layer may have, beside those that are `LayerKind`s.
 KINDS = ("full", "sliding", "latent", "delta")
 ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """A kind of layer of one's own, to stand in `ModelConfig.layer_pattern`.
+
+  Work and memory are counted as those of a layer of full attention. See
+  docs/extending.md.
+
+  Attributes:
+    name: for messages.
+    mixer: a module or a class with what `mixers.kinds` lists; its STAGE is
+      "mix".
+    project: linen module of a config, x_GTM ↦ a tuple of projections.
+    mix: linen module of a config, (the first MIXED projections, positions_GT,
+      attend) ↦ out, of whole sequences: what the mixer must agree with.
+    join: linen module of a config, (x_GTM, out, *the other projections) ↦
+      h_GTM.
+    positional: whether the state is a tuple of arrays [L, K, P, D] with a place
+      for every position.
+    recurrent: whether the state goes from token to token, so that padding must
+      be told from tokens (the context's `lengths_G`).
+  """
+
+  name: str
+  mixer: Any
+  project: Any
+  mix: Any
+  join: Any
+  positional: bool = True
+  recurrent: bool = False
+
+  def __post_init__(self):
+    missing = [name for name in OF_MIXER if not hasattr(self.mixer, name)]
+    if missing:
+      raise ValueError(
+          f"The mixer of LayerKind {self.name!r} lacks {', '.join(missing)}."
+      )
+    if self.mixer.STAGE != "mix":
+      raise ValueError(
+          f"The mixer of LayerKind {self.name!r} has STAGE="
+          f"{self.mixer.STAGE!r}: it must be 'mix'."
+      )
+
+
+# What a mixer has; `mixers.kinds` says what each is.
+OF_MIXER = (
+    "MIXED", "STAGE", "empty", "accumulator", "seen", "push", "extend", "skip",
+    "fit", "complete", "forward", "backward", "cache", "decode", "settle",
+)
+
+
+def has_places(kind) -> bool:
+  """Whether a layer's state has a place for every position of a prefix."""
+  if isinstance(kind, LayerKind):
+    return kind.positional
+  return kind in ("full", "latent")
+
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
@@ -289,7 +348,8 @@ class ModelConfig:
     layer_pattern: the repeating period of token mixers: layer l has kind
       layer_pattern[l mod its length]. "full" attends to all positions before,
       "sliding" to the last `window`; "latent" to all before through one
-      compressed vector each; "delta" is the gated delta rule.
+      compressed vector each; "delta" is the gated delta rule. A `LayerKind`
+      may stand for a name.
     window: W, positions a query of a sliding layer sees, its own included: at
       i it sees the keys at j with i − j < W. None without such layers.
     delta: geometry of delta layers; None without such layers.
@@ -322,7 +382,7 @@ class ModelConfig:
   post_norms: bool = False
   activation: str = "silu"
   scale_embeddings: bool = False
-  layer_pattern: tuple[str, ...] = ("full",)
+  layer_pattern: tuple[str | LayerKind, ...] = ("full",)
   window: int | None = None
   delta: GatedDelta | None = None
   latent: LatentAttention | None = None
@@ -372,10 +432,12 @@ class ModelConfig:
 
   def _check_pattern(self):
     kinds = self.layer_pattern
-    if not isinstance(kinds, tuple) or not kinds or set(kinds) - set(KINDS):
+    if not isinstance(kinds, tuple) or not kinds or not all(
+        isinstance(kind, LayerKind) or kind in KINDS for kind in kinds
+    ):
       raise ValueError(
           f"layer_pattern={kinds!r} must be a tuple of some of "
-          f"{', '.join(KINDS)}."
+          f"{', '.join(KINDS)}, or of LayerKinds."
       )
     if len(kinds) > self.num_layers:
       raise ValueError(
@@ -433,14 +495,17 @@ class ModelConfig:
   @property
   def recurrent(self) -> bool:
     """Whether a layer's state has one size whatever the prefix's length."""
-    return "delta" in self.layer_pattern
+    return any(
+        kind.recurrent if isinstance(kind, LayerKind) else kind == "delta"
+        for kind in self.layer_pattern
+    )
 
   @property
   def positional(self) -> bool:
     """Whether the state of every layer has a place for every position."""
-    return not {"sliding", "delta"} & set(self.layer_pattern)
+    return all(has_places(kind) for kind in self.layer_pattern)
 
-  def window_of(self, kind: str) -> int | None:
+  def window_of(self, kind: str | LayerKind) -> int | None:
     """W of a layer, or None if it sees all positions before."""
     return self.window if kind == "sliding" else None
 

@@ -233,7 +233,7 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
 def positions(config: config_lib.ModelConfig, accumulator, state) -> int:
   """Positions of all devices that an accumulator has room for."""
   for kind, stack in pattern.leaves(config, accumulator):
-    if kind in ("full", "latent"):
+    if config_lib.has_places(kind):
       return stack[0].shape[2] * state.devices
   return state.capacity
 

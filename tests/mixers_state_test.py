@@ -6,7 +6,6 @@ import dataclasses
 
 from flax import traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,8 +17,8 @@ from branch_replay import plan
 from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.rollout import drafters
-from branch_replay.rollout import law as law_lib
 from tests import memory_test
+from tests import mixer_suite
 from tests import mixers_test
 from tests import tiny
 
@@ -28,41 +27,7 @@ from tests import tiny
     "name", ("gemma3", "deepseek", "qwen3.5", "expert groups")
 )
 def test_sampled_tokens_are_drawn_as_the_whole_model_would(x64, name):
-  decoder, params, group, _ = mixers_test.problem(name)
-  prompt = group.prompt[: int(group.prompt_length)]
-  result = br.sample(
-      decoder, params, prompt, key=jax.random.key(3), branches=3,
-      max_tokens=9, law=br.Law(0.9), schedule=br.Schedule(chunk_size=5),
-  )
-  rows = jnp.concatenate(
-      [jnp.tile(prompt, (3, 1)), result.tokens[:, :-1]], axis=1
-  )
-  logits_GTV = jax.jit(decoder.apply)({"params": params}, rows)
-  log_probs_GTV = jax.nn.log_softmax(logits_GTV[:, len(prompt) - 1 :] / 0.9)
-  noise_GTV = jnp.stack([
-      jnp.stack([
-          law_lib.noise(
-              jax.random.key(3), row, len(prompt) + t, 64, jnp.float64
-          )
-          for t in range(9)
-      ])
-      for row in range(3)
-  ])
-  np.testing.assert_array_equal(
-      result.tokens, jnp.argmax(log_probs_GTV + noise_GTV, axis=-1)
-  )
-  np.testing.assert_allclose(
-      result.log_probs,
-      jnp.take_along_axis(log_probs_GTV, result.tokens[..., None], -1)[..., 0],
-      rtol=1e-12,
-  )
-  # The trainer reads the sampler's state.
-  sampled = br.Group.create(prompt, result.tails(), config=decoder.config)
-  replayed = br.log_probs(
-      decoder, params, sampled, state=result.state, temperature=0.9,
-      schedule=br.Schedule(chunk_size=5), prefix_gradient="stop",
-  )[:, :9]
-  np.testing.assert_allclose(replayed, result.log_probs, atol=1e-12)
+  mixer_suite.decoding_is_the_forward_pass(mixers_test.config_of(name))
 
 
 @pytest.mark.parametrize(

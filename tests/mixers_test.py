@@ -5,7 +5,6 @@
 import dataclasses
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +23,12 @@ from branch_replay import state as state_lib
 from branch_replay.models import latent_layers
 from branch_replay.ops import attention_reference as reference
 from tests import memory_test
+from tests import mixer_suite
 from tests import sharding_test
 from tests import tiny
 
-TOLERANCE = 1e-11
+TOLERANCE = mixer_suite.TOLERANCE
+gradient = mixer_suite.gradient
 # Three delta layers to one of full attention.
 QWEN3_NEXT = dataclasses.replace(
     tiny.ARCHITECTURES["hybrid"], num_layers=4,
@@ -35,12 +36,12 @@ QWEN3_NEXT = dataclasses.replace(
 )
 
 
-def problem(name, prompt=12, tails=(5, 1, 3)):
-  config = tiny.ARCHITECTURES.get(name, QWEN3_NEXT)
-  decoder, params = tiny.model(tiny.in_float64(config))
-  group = tiny.group(prompt, tails)
-  weights = tiny.weights(group)
-  return decoder, params, group, weights
+def config_of(name):
+  return tiny.ARCHITECTURES.get(name, QWEN3_NEXT)
+
+
+def problem(name, *lengths):
+  return mixer_suite.problem(config_of(name), *lengths)
 
 
 def shapes_of(config):
@@ -52,12 +53,6 @@ def shapes_of(config):
   )["params"]
 
 
-def gradient(decoder, params, group, weights, **options):
-  return br.value_and_grad(decoder, tiny.loss, **options)(
-      params, group, weights
-  )[1]
-
-
 @pytest.mark.parametrize("name, activations, chunk_size", (
     ("hybrid", "keep", 4), ("hybrid", "recompute_layers", 7),
     ("mistral", "recompute", 2),
@@ -66,14 +61,9 @@ def gradient(decoder, params, group, weights, **options):
 def test_every_policy_gives_the_dense_gradient(
     x64, name, activations, chunk_size
 ):
-  decoder, params, group, weights = arguments = problem(name)
-  wanted = tiny.dense_gradient(decoder, params, group, weights)
-  schedule = br.Schedule(
+  mixer_suite.exact_is_full(config_of(name), br.Schedule(
       activations=activations, chunk_size=chunk_size, branches_at_once=2
-  )
-  assert tiny.worst(gradient(*arguments, schedule=schedule), wanted) <= (
-      TOLERANCE
-  )
+  ))
 
 
 def test_autodiff_and_the_host_loop_give_the_dense_gradient(x64):
@@ -120,18 +110,8 @@ def test_no_collective_carries_a_prefix_of_latents(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ("hybrid", "experts"))
-def test_perturbing_one_branch_leaves_its_siblings_bit_equal(name):
-  decoder, params = tiny.model(tiny.ARCHITECTURES[name])
-  group = tiny.group(tails=(5, 6, 7))
-  other = dataclasses.replace(
-      group, tails=group.tails.at[1].set((group.tails[1] + 1) % 64)
-  )
-  before, after = (
-      br.log_probs(decoder, params, x) for x in (group, other)
-  )
-  chex.assert_trees_all_equal(before[0], after[0])
-  chex.assert_trees_all_equal(before[2], after[2])
-  assert (before[1, :6] != after[1, :6]).all()
+def test_perturbing_one_branch_leaves_its_siblings_bit_equal(x64, name):
+  mixer_suite.siblings_are_independent(config_of(name))
 
 
 def test_padding_changes_nothing(x64):

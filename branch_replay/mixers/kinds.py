@@ -18,14 +18,17 @@ engine maps over the stacks of a model without knowing what is in them:
   settle             the cache after those of the block that a branch took.
 """
 
+from branch_replay import config as config_lib
 from branch_replay.mixers import attention
 from branch_replay.mixers import delta
 from branch_replay.mixers import latent
 from branch_replay.mixers import window
 
 
-def mixer(kind: str):
-  """The mixer of a kind of layer."""
+def mixer(kind: str | config_lib.LayerKind):
+  """The mixer of a kind of layer; raises ValueError for an unknown one."""
+  if isinstance(kind, config_lib.LayerKind):
+    return kind.mixer
   match kind:
     case "full":
       return attention

@@ -13,8 +13,10 @@ from branch_replay.models import latent_layers
 from branch_replay.models import layers
 
 
-def ends(kind: str):
+def ends(kind: str | config_lib.LayerKind):
   """The stages before and after the mixer of a kind of layer."""
+  if isinstance(kind, config_lib.LayerKind):
+    return kind.project, kind.join
   if kind == "delta":
     return delta_layers.DeltaProject, delta_layers.DeltaJoin
   if kind == "latent":
@@ -43,13 +45,15 @@ class Block(nn.Module):
   """The stages in order, around a caller's attention where there is one."""
 
   config: config_lib.ModelConfig
-  kind: str = "full"
+  kind: str | config_lib.LayerKind = "full"
   experts: bool = False
 
   def setup(self):
     project, join = ends(self.kind)
     self.project, self.join = project(self.config), join(self.config)
-    if self.kind == "delta":
+    if isinstance(self.kind, config_lib.LayerKind):
+      self.mix = self.kind.mix(self.config)
+    elif self.kind == "delta":
       self.recur = delta_layers.DeltaMixer(self.config)
     elif self.kind == "latent":
       self.rotate = latent_layers.LatentRotate(self.config)
@@ -63,7 +67,11 @@ class Block(nn.Module):
       self.contract = layers.Contract(self.config)
 
   def __call__(self, x_GTM, positions_GT, attend):
-    if self.kind == "delta":
+    if isinstance(self.kind, config_lib.LayerKind):
+      projected, count = self.project(x_GTM), self.kind.mixer.MIXED
+      out = self.mix(projected[:count], positions_GT, attend)
+      h_GTM = self.join(x_GTM, out, *projected[count:])
+    elif self.kind == "delta":
       channels, rates, gate = self.project(x_GTM)
       out = self.recur(channels, rates, x_GTM.shape[1])
       h_GTM = self.join(x_GTM, out, gate)
