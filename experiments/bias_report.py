@@ -161,8 +161,8 @@ def table(results: dict) -> str:
   return "\n".join(lines)
 
 
-def draw(results: dict, folder: pathlib.Path) -> None:
-  """Writes bias.png: cosines, layers, profile, and error against cost."""
+def draw(results: dict, path: pathlib.Path) -> None:
+  """Writes a figure: cosines, layers, profile, and error against cost."""
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt  # after the backend is chosen
 
@@ -182,7 +182,7 @@ def draw(results: dict, folder: pathlib.Path) -> None:
     _draw_layers(axes[0, 1], base[-1])
     _draw_profile(axes[1, 0], base)
   _draw_estimators(axes[1, 1], estimators)
-  figure.savefig(folder / "bias.png", dpi=120)
+  figure.savefig(path, dpi=120)
   plt.close(figure)
 
 

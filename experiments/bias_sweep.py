@@ -331,7 +331,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       "summary": bias_report.summarize(done),
   }
   record.write_json(workdir / "results.json", results)
-  bias_report.draw(results, workdir)
+  bias_report.draw(results, workdir / "bias.png")
   print(bias_report.table(results))
   print(f"Wrote {workdir / 'results.json'} and figures beside it.")
   return results

@@ -193,6 +193,22 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   return results
 
 
+def draw_first_step(results: dict, path: pathlib.Path) -> None:
+  """The figure of the first step, simulated again from its results' costs."""
+  config = ml_collections.ConfigDict(results["config"])
+  given = results["costs"]
+  of = Costs(
+      {
+          int(length): {int(rows): x for rows, x in by_bucket.items()}
+          for length, by_bucket in given["seconds"].items()
+      },
+      {int(length): x for length, x in given["accept_length"].items()},
+      given["seconds_per_update"],
+  )
+  first = step(np.random.default_rng(config.seed), config, of)
+  draw(first["timelines"], config, path)
+
+
 def table(results: dict) -> str:
   """The simulation as lines of text, labelled as one."""
   lines = ["simulated  s a step  workers idle  updates that fit the waits"]

@@ -13,6 +13,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import ml_collections
 import numpy as np
 import tqdm
@@ -197,6 +198,31 @@ def table(results: dict) -> str:
         f"{row['gradient_cosine']['std'] or 0:.4f}"
     )
   return "\n".join(lines)
+
+
+def draw(results: dict, path: pathlib.Path) -> None:
+  """Writes a figure: drift, loss and gradient against updates on a capture."""
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt  # after the backend is chosen
+
+  titles = {
+      "log_prob_drift_mean": "mean |Δ log p| of an answer's token",
+      "answer_loss_difference": "relative difference of the answer loss",
+      "gradient_cosine": "cosine of the gradient with a fresh capture's",
+  }
+  rows = summary(results)
+  figure, axes = plt.subplots(1, 3, figsize=(11, 3.5), layout="constrained")
+  for axis, (name, title) in zip(axes, titles.items(), strict=True):
+    for one in results["rows"]:
+      axis.plot(one["updates"], one[name], ".", color="C0", alpha=0.4)
+    axis.plot(
+        [row["updates"] for row in rows], [row[name]["mean"] for row in rows],
+        marker="o", color="C0",
+    )
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("updates (a dot a batch; line: mean)")
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
 
 
 if __name__ == "__main__":
