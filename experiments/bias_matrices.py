@@ -62,7 +62,7 @@ def draw(results: dict, path: pathlib.Path) -> None:
     plot.set_xscale("log", base=2)
     plot.set_xlabel(f"{letter} ({at})")
   axes[0].set_ylabel("cosine of stop with exact (mean, std)")
-  figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center",
-                fontsize=8)
+  handles = axes[0].get_legend_handles_labels()
+  figure.legend(*handles, loc="outside right center", fontsize=8)
   figure.savefig(path, dpi=120)
   plt.close(figure)
