@@ -3,6 +3,8 @@
 # make train-tiny a small model learns retrieval by reward; ten minutes
 # make bench     one gradient over a grid of shapes, timed; hours
 # make peers     the same gradient by other systems, side by side; hours
+# make figures   every figure, from the committed results; under a minute
+# make notebooks run every notebook; a minute or two
 # All build the virtual environment when it is missing; peers builds a second
 # one for the other systems. Measure on a machine that does nothing else.
 
@@ -14,7 +16,7 @@ VENV_PEERS := .venv-peers
 READY_PEERS := $(VENV_PEERS)/.ready
 PEERS ?=
 
-.PHONY: compare test train-tiny bench peers lint smoke clean
+.PHONY: compare test train-tiny bench peers figures notebooks lint smoke clean
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
@@ -33,6 +35,12 @@ bench: $(READY)
 peers: $(READY) $(READY_PEERS)
 	$(BIN)/python -m experiments.peers --config=configs/peers.py \
 	  --workdir=experiments/results $(PEERS)
+
+figures: $(READY)
+	$(BIN)/python -m experiments.figures
+
+notebooks: $(READY)
+	$(BIN)/python notebooks/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -37,6 +37,9 @@ setuptools.setup(
     ],
     extras_require={
         "reasoning": ["reasoning-gym"],
-        "test": ["pytest", "pytest-xdist", "ruff"],
+        "test": [
+            "ipykernel", "nbclient", "nbformat", "pytest", "pytest-xdist",
+            "ruff",
+        ],
     },
 )
