@@ -123,6 +123,9 @@ def dense_log_probs(
 
   Returns:
     f32[G, T], 0 where a tail is padding.
+
+  Raises:
+    ValueError: see `Group.create`; stacked groups.
   """
   group_lib.check(group, model.config)
   prefix.check_single(group)
@@ -181,6 +184,9 @@ def value_and_grad(
     which chunks ran. Each of `args` has the leading axes of the tails,
     [G, ...] or [groups, G, ...]. Gradients are at least float32 and have the
     structure of what is trained, `adapters.select(params, trainable)`.
+
+  Raises:
+    ValueError: by the function: see `replay`; adapters of a model without any.
   """
   def run(
       params, group, *args, state=None, key=None, allow_stale=False,

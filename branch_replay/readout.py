@@ -40,6 +40,7 @@ class LogProbs:
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
+    """log p in nats, [N], at least float32."""
     path = model.config.head_path
     return log_probs_lib.chunked(
         hidden_NM,
@@ -58,6 +59,7 @@ class Hidden:
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
+    """The states, [N, M] in the compute dtype."""
     del model, params, targets_N, layout
     return hidden_NM
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redraws the tables of README and docs from experiments/results.
 
+And numbers in sentences, between `<!--=file.name-->` and `<!---->`.
+
   python -m experiments.readme
 """
 
@@ -10,9 +12,11 @@ import pathlib
 import re
 import statistics
 
+from experiments import prose
 from experiments import training_tables
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
+_VALUE = re.compile(r"<!--=([\w.]+)-->.*?<!---->")
 _TABLE = re.compile(r"<!-- table: ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -267,16 +271,24 @@ _FORMS = {
 }
 
 
+def _results(name: str) -> dict:
+  """The result file of a table or a value."""
+  file = _ROOT / "experiments" / "results" / f"{name.split('.')[0]}.json"
+  return json.loads(file.read_text())
+
+
 def render(text: str) -> str:
-  """The text with every marked table drawn from its result file."""
+  """The text with every marked table and value drawn from its result file."""
   def table(match):
-    name = match[1].split(".")[0]
-    file = _ROOT / "experiments" / "results" / f"{name}.json"
     form = _FORMS.get(match[1], comparison)
-    drawn = form(json.loads(file.read_text()))
+    drawn = form(_results(match[1]))
     return f"<!-- table: {match[1]} -->\n{drawn}<!-- end -->"
 
-  return _TABLE.sub(table, text)
+  def value(match):
+    drawn = prose.VALUES[match[1]](_results(match[1]))
+    return f"<!--={match[1]}-->{drawn}<!---->"
+
+  return _VALUE.sub(value, _TABLE.sub(table, text))
 
 
 PAGES = (

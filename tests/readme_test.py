@@ -12,12 +12,36 @@ from experiments import readme
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", readme.PAGES)
 def test_tables_are_those_of_the_committed_results(page):
   text = (ROOT / page).read_text()
   assert readme.render(text) == text, "run: python -m experiments.readme"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_table_of_measured_numbers_is_typed_in(page):
+  text = re.sub(r"<!-- table:.*?<!-- end -->", "", page.read_text(),
+                flags=re.DOTALL)
+  rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+  number = re.compile(r" *[+-]?\d[\d.,]*(e-?\d+)? ?(±.*|%|×|s|[MG]iB)? *")
+  typed = [
+      row for row in rows
+      if sum(bool(number.fullmatch(x)) for x in row.split("|")) > 1
+  ]
+  assert not typed, "mark the table, and give its form in experiments/readme.py"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_somewhere(page):
+  links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+  for link in links:
+    assert (page.parent / link).exists(), link
+  if page.name == "README.md":
+    there = {f"docs/{other.name}" for other in (ROOT / "docs").glob("*.md")}
+    assert there <= set(links), there - set(links)
 
 
 def test_the_example_runs():

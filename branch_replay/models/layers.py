@@ -59,6 +59,7 @@ class Table(nn.Module):
 
 
 def norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
+  """The model's norm, under a name of its own."""
   return RMSNorm(config.norm_eps, config.param_dtype, name=name)
 
 
@@ -105,6 +106,7 @@ def linear(
 
 
 def rows(x_GTM):
+  """[G, T, M] ↦ [G·T, M]."""
   return x_GTM.reshape(-1, x_GTM.shape[-1])
 
 

@@ -72,7 +72,16 @@ def ratios(
 def kl_reference(
     log_probs_GT, reference_log_probs_GT, mask_GT
 ) -> dict[str, jax.Array]:
-  """kl_reference: mean k3 of the tokens, an estimate of KL(π_θ ‖ π_ref)."""
+  """kl_reference: mean k3 of the tokens, an estimate of KL(π_θ ‖ π_ref).
+
+  Args:
+    log_probs_GT: log π_θ.
+    reference_log_probs_GT: log π_ref.
+    mask_GT: bool, the tokens that count.
+
+  Returns:
+    {"kl_reference": scalar}, nats a token.
+  """
   penalty_GT = divergences.penalty(
       lax.stop_gradient(log_probs_GT), reference_log_probs_GT, mask_GT,
       estimator="k3",

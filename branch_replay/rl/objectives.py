@@ -192,6 +192,14 @@ def ppo(
 
   `surrogates.value_loss` is added by the caller. The KL penalty of RLHF is
   part of the reward; the one here is a loss.
+
+  Args:
+    clip: ε on both sides.
+    dual_clip: c > 1, bounds the loss of tokens with A < 0; None for no bound.
+    kl_coefficient: β.
+
+  Returns:
+    The loss.
   """
   return PolicyLoss(
       "token", "token_mean", clip_low=clip, clip_high=clip,

@@ -80,6 +80,7 @@ class Dpo:
       )
 
   def __call__(self, log_probs_GT, pairs: Pairs) -> jax.Array:
+    """The sum over the pairs it is given, a scalar; rows come in pairs."""
     loss_N = dpo(
         margins(log_probs_GT, pairs), beta=self.beta,
         label_smoothing=self.label_smoothing,
@@ -101,6 +102,7 @@ class Ipo:
     _check_beta(self.beta)
 
   def __call__(self, log_probs_GT, pairs: Pairs) -> jax.Array:
+    """The sum over the pairs it is given, a scalar; rows come in pairs."""
     return _weighted(ipo(margins(log_probs_GT, pairs), beta=self.beta), pairs)
 
 

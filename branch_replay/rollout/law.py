@@ -38,7 +38,18 @@ class Law:
 
 
 def noise(key, row, position, size: int, dtype) -> jax.Array:
-  """Gumbel noise of one row and position, [size]."""
+  """Gumbel noise of one row and position.
+
+  Args:
+    key: of the rollout.
+    row: i32, which branch; not its place in a batch.
+    position: i32, absolute position of the token that is drawn.
+    size: V.
+    dtype: of the noise.
+
+  Returns:
+    [size]; a function of key, row and position alone.
+  """
   key = jax.random.fold_in(jax.random.fold_in(key, row), position)
   return jax.random.gumbel(key, (size,), dtype)
 

@@ -44,6 +44,7 @@ class ActorCritic:
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
+    """`Outputs` of rows, leaves [N], at least float32."""
     of_token = readout_lib.LogProbs(self.temperature)
     head = params[PATH]
     dtype = config_lib.at_least_float32(hidden_NM.dtype)
@@ -71,6 +72,7 @@ class Loss:
   def __call__(
       self, outputs: Outputs, answers: objectives.Answers, targets: Targets
   ) -> jax.Array:
+    """The sum over the branches it is given, a scalar."""
     value_GT = surrogates.value_loss(
         outputs.values, targets.old_values, targets.returns, answers.mask,
         clip=self.clip,

@@ -159,7 +159,16 @@ def recapture(
     version: int,
     schedule: Schedule = Schedule(),
 ) -> Experience:
-  """The experience with the state of its prompt under other parameters."""
+  """The experience with the state of its prompt under other parameters.
+
+  Args:
+    model: the decoder.
+    params: the parameters to capture under.
+    one: what was sampled.
+    rollouts: whose `hold` says whether activations are kept.
+    version: of these parameters.
+    schedule: of the capture.
+  """
   state = prefix.capture(
       model, params, one.group, keep=rollouts.hold == "activations",
       schedule=schedule, version=version,

@@ -204,7 +204,21 @@ def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
 def layer(
     model, params, drafter_params, hidden_NTM, tokens_NT, positions_NT, attend
 ):
-  """Predicted hidden states of a block of items, and what `attend` adds."""
+  """Predicted hidden states of a block of items, and what `attend` adds.
+
+  Args:
+    model: the decoder that is drafted for.
+    params: its parameters; embedding and final norm are read.
+    drafter_params: of the layer.
+    hidden_NTM: the model's hidden state before each token.
+    tokens_NT: i32, the token that followed.
+    positions_NT: i32, absolute positions of the tokens.
+    attend: (q, k, v), as `mixers.attention.rotate` gives them, -> (out_KGRTD,
+      anything).
+
+  Returns:
+    [N, T, M], after the final norm, and the "anything".
+  """
   outer = {"params": segment.outer(params)}
   embedded_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
   pairs_NTA = jnp.concatenate([hidden_NTM, embedded_NTM], axis=-1)

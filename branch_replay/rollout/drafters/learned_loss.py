@@ -66,7 +66,10 @@ def predict(
     drafter_params, model: decoder.Decoder, params, hidden_NTM, tokens_NT,
     segments_NT, *, state: state_lib.PrefixState | None = None,
 ):
-  """What the layer predicts from every item, [N, T, M]; see `losses`."""
+  """What the layer predicts from every item, [N, T, M]; see `losses`.
+
+  Differentiable in `drafter_params` alone.
+  """
   if state is None:
     state = state_lib.empty(model.config, 0)
   params, hidden_NTM, state = lax.stop_gradient((params, hidden_NTM, state))

@@ -1,0 +1,71 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Results that README and docs name in a sentence, by the name of a marker."""
+
+import math
+
+from experiments import bias_matrices
+from experiments import learning_curves
+
+
+def _lengths(results: dict) -> list[float]:
+  rows = bias_matrices.along(results, "prompt_tokens")
+  return [row["cosine"]["mean"] for row in rows]
+
+
+def lowest_cosine(results: dict) -> str:
+  """Of stop, over prompt lengths."""
+  return f"{min(_lengths(results)):.2f}"
+
+
+def highest_cosine(results: dict) -> str:
+  """Of stop, over prompt lengths."""
+  return f"{max(_lengths(results)):.2f}"
+
+
+def cosine_of_long_answers(results: dict) -> str:
+  """Of stop, at the longest answers."""
+  row = bias_matrices.along(results, "tail_tokens")[-1]
+  return f"{row['cosine']['mean']:.2f}"
+
+
+def share_at_longest(results: dict) -> str:
+  """Of the squared cotangent in two sixteenths of the longest prompts."""
+  row = bias_matrices.along(results, "prompt_tokens")[-1]
+  return f"{100 * row['share_of_two_largest_sixteenths']['mean']:.0f} %"
+
+
+def _by_seed(results: dict, name: str) -> dict[int, float]:
+  runs = learning_curves.by_variant(results)[name]
+  return {one["seed"]: learning_curves.final(one) for one in runs}
+
+
+def _within(results: dict, name: str) -> str:
+  """The largest distance from exact at the end of a seed, rounded up."""
+  exact = _by_seed(results, "exact")
+  largest = max(
+      abs(reward - exact[seed])
+      for seed, reward in _by_seed(results, name).items()
+  )
+  return f"{math.ceil(100 * largest) / 100:.2f}"
+
+
+def full_within(results: dict) -> str:
+  """Of exact, in held-out reward."""
+  return _within(results, "full")
+
+
+def sampled_within(results: dict) -> str:
+  """Of exact, in held-out reward."""
+  return _within(results, "sampled")
+
+
+# Of a marker's name, the part before a dot is its result file.
+VALUES = {
+    "bias_sweep.lowest": lowest_cosine,
+    "bias_sweep.highest": highest_cosine,
+    "bias_sweep.long_answers": cosine_of_long_answers,
+    "bias_sweep.two_sixteenths": share_at_longest,
+    "learning_modes.full_within": full_within,
+    "learning_modes.sampled_within": sampled_within,
+}
