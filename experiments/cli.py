@@ -27,17 +27,25 @@ def main(run, config_file: str) -> None:
     config_file: the default of --config. Fields are overridden by
       --config.<field>=<value>.
   """
-  config = config_flags.DEFINE_config_file(
-      "config", str(_ROOT / config_file),
-      "Experiment; a field: --config.<field>=<value>.", lock_config=True,
-  )
+  try:
+    config = config_flags.DEFINE_config_file(
+        "config", str(_ROOT / config_file),
+        "Experiment: a file of configs/, whose docstring gives question, cost "
+        "and command; a field: --config.<field>=<value>.", lock_config=True,
+    )
+  except AttributeError as error:  # of a field on the command line
+    if not error.args or not isinstance(error.args[0], KeyError):
+      raise
+    said = " ".join(error.args[0].args[0].split("\n"))
+    sys.exit(f"error: the config has no field {said}")
   workdir = flags.DEFINE_string(
       "workdir", None, "Where results go; runs/<config name> by default."
   )
-
   devices = flags.DEFINE_integer(
       "devices", None, "Devices to run on; on CPU virtual ones are made."
   )
+  for name in ("config", "workdir", "devices"):  # --help shows the script's own
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
   def start(_):
     if not flags.FLAGS["verbosity"].present:

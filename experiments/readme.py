@@ -12,6 +12,8 @@ import pathlib
 import re
 import statistics
 
+from absl import app
+
 from experiments import prose
 from experiments import training_tables
 
@@ -297,8 +299,13 @@ PAGES = (
 )
 
 
-if __name__ == "__main__":
+def run(_):
+  """Writes the pages anew."""
   for page in PAGES:
     file = _ROOT / page
     file.write_text(render(file.read_text()))
     print(f"Wrote {file}")
+
+
+if __name__ == "__main__":
+  app.run(run)
