@@ -66,6 +66,15 @@ class Group:
     Raises:
       ValueError: an empty prompt or group, an id outside the vocabulary, or
         more positions than the model has.
+
+    Example:
+      >>> import branch_replay as br
+      >>> config = br.ModelConfig(
+      ...     vocab_size=64, width=32, num_layers=1, num_heads=2,
+      ...     num_kv_heads=1, head_dim=16, ffn_width=48, max_positions=64)
+      >>> group = br.Group.create([5, 6, 7], [[8, 9], [10]], config=config)
+      >>> int(group.prompt_length), group.tail_lengths.tolist()
+      (3, [2, 1])
     """
     prompt = as_ids(prompt, "prompt")
     tails = [as_ids(tail, "tails") for tail in tails]

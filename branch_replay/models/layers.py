@@ -102,6 +102,8 @@ class Linear(nn.Module):
 def linear(
     config: config_lib.ModelConfig, features: int, name: str, bias=False
 ) -> Linear:
+  """A linear map to so many features, with the config's adapter if it has one.
+  """
   return Linear(config, features, bias, name=name)
 
 

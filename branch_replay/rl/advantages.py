@@ -36,6 +36,10 @@ def group_relative(
 
   Raises:
     ValueError: an ε below 0, or a ddof that is not 0 or 1.
+
+  Example:
+    >>> group_relative([1.0, 0.0, 0.0, 1.0], normalize=False).tolist()
+    [0.5, -0.5, -0.5, 0.5]
   """
   rewards_G, mask_G = _prepared(rewards_G, mask_G)
   centred_G = _centred(rewards_G, mask_G)
@@ -53,6 +57,10 @@ def leave_one_out(rewards_G, mask_G=None) -> jax.Array:
 
   Returns:
     [..., G], at least float32; 0 for a dead group, one branch, or padding.
+
+  Example:
+    >>> leave_one_out([3.0, 0.0, 0.0]).tolist()
+    [3.0, -1.5, -1.5]
   """
   rewards_G, mask_G = _prepared(rewards_G, mask_G)
   count_G1 = jnp.sum(mask_G, axis=-1, keepdims=True)

@@ -88,6 +88,11 @@ def token_weights(
 
   Raises:
     ValueError: see `shares`.
+
+  Example:
+    >>> mask_GT = jnp.array([[True, True], [True, False]])
+    >>> token_weights(mask_GT, "sequence_mean").tolist()
+    [[0.25, 0.25], [0.5, 0.0]]
   """
   share_GT, weight = shares(mask_GT, reduction, max_tokens=max_tokens)
   return share_GT / jnp.maximum(weight, 1)

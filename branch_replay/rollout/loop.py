@@ -31,7 +31,12 @@ from branch_replay.rollout.result import Rollout
 
 
 def buckets(branches: int) -> tuple[int, ...]:
-  """Batch sizes of a group: G, then every power of two below it."""
+  """Batch sizes of a group: G, then every power of two below it.
+
+  Example:
+    >>> buckets(12)
+    (12, 8, 4, 2, 1)
+  """
   below = (1 << i for i in reversed(range((branches - 1).bit_length())))
   return branches, *below
 
