@@ -5,6 +5,8 @@
 For prefixes of minutes or hours: it shows progress after every chunk and every
 visit, and stops between two of them. It runs the same three functions as the
 scan under jit in `passes`, on one device or several, and gives the same result.
+The prefix state and its cotangent may stay in the host's memory, see
+`host_memory`.
 """
 
 import dataclasses
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import tqdm
 
 from branch_replay import engine
+from branch_replay import host_memory
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
@@ -32,6 +35,7 @@ def value_and_grad(
     schedule: Schedule = Schedule(),
     trainable: str = "all",
     progress: bool = True,
+    offload: bool = False,
 ):
   """`prefix_replay.value_and_grad` of one group, step by step from the host.
 
@@ -44,6 +48,10 @@ def value_and_grad(
       "recompute", as what is kept does not leave the devices.
     trainable: "all" or "adapters".
     progress: whether to show a progress bar.
+    offload: whether the prefix state and its cotangent stay in the host's
+      memory, and on the device one layer at a time. Every chunk and every
+      visit then moves all of the state across, and in "exact" the cotangent
+      there and back.
 
   Returns:
     A function (params, group, *args) -> (`Evaluation`, grads), not to be called
@@ -51,12 +59,24 @@ def value_and_grad(
     steps; nothing that was passed in has changed then.
 
   Raises:
-    ValueError: another mode.
+    ValueError: another mode; or `offload` with several devices, with layers
+      whose state does not grow with the prefix, or without host memory that
+      the device reaches.
   """
   if prefix_gradient not in ("exact", "stop"):
     raise ValueError(
         f"The host loop runs 'exact' and 'stop', not {prefix_gradient!r}: use "
         "prefix_replay.value_and_grad."
+    )
+
+  if offload and not model.config.positional:
+    raise ValueError(
+        "offload=True is for full and latent attention: the state of "
+        f"{model.config.layer_pattern} does not grow with the prefix."
+    )
+  if offload and schedule.layout.devices > 1:
+    raise ValueError(
+        f"offload=True is for one device, not {schedule.layout.devices}."
     )
 
   def run(params, group, *args):
@@ -68,7 +88,7 @@ def value_and_grad(
     if task.layout.devices > 1 and task.schedule.activations == "keep":
       again = dataclasses.replace(task.schedule, activations="recompute")
       task = dataclasses.replace(task, schedule=again)
-    return _Run(task, params, group, progress).gradient(loss, args)
+    return _Run(task, params, group, progress, offload).gradient(loss, args)
 
   return run
 
@@ -76,15 +96,18 @@ def value_and_grad(
 class _Run:
   """Buffers of one gradient; every step donates the ones it updates."""
 
-  def __init__(self, task: engine.Task, params, group, progress: bool):
+  def __init__(
+      self, task: engine.Task, params, group, progress: bool, offload: bool
+  ):
     self._task, self._params, self._group = task, params, group
+    self._offload = offload
     positions = group.prompt.shape[0] - 1
     self._chunks = task.chunks(positions)
     capacity = self._chunks.capacity
     length = int(group.prompt_length) - 1
     self._used = -(-length // self._chunks.size) if length else 0
     self._state = state_lib.PrefixState(
-        mixer=_empty(task, self._chunks, params),
+        mixer=self._place(_empty, task, self._chunks, params),
         tokens=jnp.pad(group.prompt[:-1], (0, capacity - positions)),
         length=jnp.int32(length),
         version=jnp.uint32(0),
@@ -104,6 +127,12 @@ class _Run:
         grads = self._prefix_pass(grads, accumulator, kept)
     return passes.Evaluation(value, outputs, None), grads
 
+  def _place(self, make, *args):
+    """Zeros that a function of static shapes makes, where they belong."""
+    if not self._offload:
+      return make(*args)
+    return host_memory.zeros(jax.eval_shape(functools.partial(make, *args)))
+
   def _done(self, what: str, result):
     self._bar.set_description(what)
     jax.block_until_ready(result)  # progress is work done, not work enqueued
@@ -122,9 +151,12 @@ class _Run:
     return kept
 
   def _visit(self, loss, args):
-    grads, accumulator = _start(
-        self._task, self._chunks.capacity, self._params
-    )
+    grads = _zero_grads(self._task, self._params)
+    accumulator = None
+    if self._exact:
+      accumulator = self._place(
+          _zero_cotangent, self._task, self._chunks.capacity, self._params
+      )
     values, outputs = [], []
     for start in range(0, self._group.tails.shape[0], self._at_once):
       rows = slice(start, start + self._at_once)
@@ -164,22 +196,27 @@ def _empty(task, chunks, params):
   return layout.over(here, ("params",), "mixer")(params)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(task, capacity, params):
-  """Zero gradients, and in exact a zero accumulator."""
-  layout, schedule = task.layout, task.schedule
-
+@functools.partial(jax.jit, static_argnums=0)
+def _zero_grads(task, params):
   def here(params):
-    accumulator = None
-    if task.accumulates:
-      accumulator = state_lib.accumulator(
-          task.config, capacity // layout.devices, schedule.accumulator_dtype,
-          layout.devices,
-      )
-    return engine.zero_grads(task.trained(params)), accumulator
+    return engine.zero_grads(task.trained(params))
 
-  outs = "grads", "mixer" if task.accumulates else "all"
-  return layout.over(here, ("params",), outs, task.trained(params))(params)
+  return task.layout.over(
+      here, ("params",), "grads", task.trained(params)
+  )(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zero_cotangent(task, capacity, params):
+  layout = task.layout
+
+  def here(_):
+    return state_lib.accumulator(
+        task.config, capacity // layout.devices,
+        task.schedule.accumulator_dtype, layout.devices,
+    )
+
+  return layout.over(here, ("params",), "mixer")(params)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

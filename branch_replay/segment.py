@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from branch_replay import adapters
 from branch_replay import config as config_lib
+from branch_replay import host_memory
 from branch_replay import pattern
 from branch_replay.layout import Layout
 from branch_replay.mixers import kinds
@@ -197,9 +198,9 @@ def forward(
   """
   def layer(x_GTM, part, place, index, params, prefix):
     params = layout.gather(part.path(place), params)
+    prefix, at = host_memory.fetch(prefix, index)
     y_GTM, new, stages = _replay_layer(
-        config, part.kinds[place], layout, params, x_GTM, index, context,
-        prefix,
+        config, part.kinds[place], layout, params, x_GTM, at, context, prefix
     )
     kept = {
         None: None, "inputs": Kept(x_GTM), "stages": Kept(x_GTM, stages),
@@ -265,11 +266,14 @@ def backward(
   def layer(carry, part, place, index, params, kept, prefix):
     dy_GTM, layer_grads, accumulator = carry
     path = part.path(place)
-    dx_GTM, grads, accumulator = _layer_backward(
+    prefix, at = host_memory.fetch(prefix, index)
+    fetched, _ = host_memory.fetch(accumulator, index)
+    dx_GTM, grads, fetched = _layer_backward(
         config, part.kinds[place], layout,
-        widened(layout.gather(path, params), layer_grads), kept, dy_GTM,
-        index, context, prefix, accumulator, popped,
+        widened(layout.gather(path, params), layer_grads), kept, dy_GTM, at,
+        context, prefix, fetched, popped,
     )
+    accumulator = host_memory.put_back(accumulator, index, fetched)
     grads = adapters.pick(grads, layer_grads)
     layer_grads = jax.tree.map(
         lambda total, new: total.at[index].add(new.astype(total.dtype)),
