@@ -5,7 +5,7 @@
 A library's kernel has static sizes and no prefix length. So the prefix goes by
 in stretches of fixed numbers of positions, long ones and then short ones, in
 loops whose trip counts follow the length; what is left, less than a short
-stretch, is for the loops of `attention_loops`. Outputs are merged by
+stretch, is cut out for the loops of `attention_loops`. Outputs are merged by
 log-sum-exp. The backward pass hands every stretch the merged log-sum-exp and
 δ, and adds what comes back to the accumulator in place. No mask but the
 segment's own lower triangle reaches a kernel.
@@ -92,6 +92,17 @@ def _visit_stretches(kernel, prefix, prefix_length, visit, carry):
   return carry, start
 
 
+def _rest(kernel, prefix, start):
+  """(first, size) of positions that hold all from `start` on to the length.
+
+  They are cut out: the loops would have the whole state, or its cotangent, in
+  another layout than the kernels, and XLA would copy it back and forth.
+  """
+  capacity = prefix[0].shape[2]
+  size = (_stretches(kernel, capacity) or [capacity])[-1]
+  return jnp.minimum(start, capacity - size), size
+
+
 def prefix_forward(kernel, q_KND, prefix, layer, prefix_length):
   """As `attention_loops.prefix_forward`, without windows."""
   heads, count, head_dim = q_KND.shape
@@ -111,8 +122,11 @@ def prefix_forward(kernel, q_KND, prefix, layer, prefix_length):
   (out, lse), start = _visit_stretches(
       kernel, prefix, prefix_length, visit, nothing
   )
+  first, size = _rest(kernel, prefix, start)
   rest = loops.prefix_forward(
-      q_KND, prefix, layer, prefix_length, jnp.broadcast_to(start, (count,))
+      q_KND,
+      tuple(tiling.read_stretch(x, layer, first, size)[None] for x in prefix),
+      0, prefix_length - first, jnp.broadcast_to(start - first, (count,)),
   )
   return loops.merge(out[:, :count], lse[:, :count], *rest)
 
@@ -150,10 +164,21 @@ def prefix_backward(
   (dq_KND, accumulator), start = _visit_stretches(
       kernel, prefix, prefix_length, visit, nothing
   )
-  rest, accumulator = loops.prefix_backward(
-      d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
-      accumulator, jnp.broadcast_to(start, (count,)),
+  first, size = _rest(kernel, prefix, start)
+  zeros = None
+  if accumulator is not None:
+    zeros = (jnp.zeros((1, heads, size, head_dim), _WIDE),) * 2
+  rest, d_rest = loops.prefix_backward(
+      d_out_KND, q_KND, lse_KN, delta_KN,
+      tuple(tiling.read_stretch(x, layer, first, size)[None] for x in prefix),
+      0, prefix_length - first, zeros,
+      jnp.broadcast_to(start - first, (count,)),
   )
+  if accumulator is not None:
+    accumulator = tuple(
+        tiling.add_stretch(x, layer, first, window[0])
+        for x, window in zip(accumulator, d_rest, strict=True)
+    )
   return dq_KND[:, :count] + rest, accumulator
 
 

@@ -46,7 +46,7 @@ class _Fit(NamedTuple):
 
 
 _FITS = {
-    "splash": _Fit("tpu", ("bfloat16", "float32"), 64, 256, True),
+    "splash": _Fit("tpu", ("bfloat16", "float32"), 32, 256, True),
     "cudnn": _Fit("cuda", ("bfloat16",), 8, 128, False),
 }
 
