@@ -55,6 +55,8 @@ smoke: $(READY)
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_tiny.py
 	$(BIN)/python -m experiments.bench_rollout \
 	  --config=configs/bench_rollout_tiny.py
+	$(BIN)/python -m experiments.bench_accelerator \
+	  --config=configs/bench_accelerator_tiny.py
 	$(BIN)/python -m experiments.peers --config=configs/peers_tiny.py
 	$(BIN)/python -m experiments.bias_batch \
 	  --config=configs/bias_batch_tiny.py

@@ -76,7 +76,10 @@ class Task:
 
   @property
   def layout(self) -> layout_lib.Layout:
-    return self.schedule.layout
+    schedule = self.schedule
+    return dataclasses.replace(
+        schedule.layout, implementation=schedule.attention
+    )
 
   def trained(self, params):
     """The part of the parameters whose gradient is wanted."""

@@ -5,6 +5,8 @@
 For prefixes of minutes or hours: it shows progress after every chunk and every
 visit, and stops between two of them. It runs the same three functions as the
 scan under jit in `passes`, on one device or several, and gives the same result.
+The prefix state and its cotangent may stay in the host's memory, see
+`host_memory`.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ import tqdm
 
 from branch_replay import balance as balance_lib
 from branch_replay import engine
+from branch_replay import host_memory
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
@@ -34,6 +37,7 @@ def value_and_grad(
     trainable: str = "all",
     balance: float = 0.0,
     progress: bool = True,
+    offload: bool = False,
 ):
   """`prefix_replay.value_and_grad` of one group, step by step from the host.
 
@@ -47,6 +51,10 @@ def value_and_grad(
     trainable: "all" or "adapters".
     balance: as there.
     progress: whether to show a progress bar.
+    offload: whether the prefix state and its cotangent stay in the host's
+      memory, and on the device one layer at a time. Every chunk and every
+      visit then moves all of the state across, and in "exact" the cotangent
+      there and back.
 
   Returns:
     A function (params, group, *args) -> (`Evaluation`, grads), not to be called
@@ -54,12 +62,24 @@ def value_and_grad(
     steps; nothing that was passed in has changed then.
 
   Raises:
-    ValueError: another mode.
+    ValueError: another mode; or `offload` with several devices, with layers
+      whose state does not grow with the prefix, or without host memory that
+      the device reaches.
   """
   if prefix_gradient not in ("exact", "stop"):
     raise ValueError(
         f"The host loop runs 'exact' and 'stop', not {prefix_gradient!r}: use "
         "prefix_replay.value_and_grad."
+    )
+
+  if offload and not model.config.positional:
+    raise ValueError(
+        "offload=True is for full and latent attention: the state of "
+        f"{model.config.layer_pattern} does not grow with the prefix."
+    )
+  if offload and schedule.layout.devices > 1:
+    raise ValueError(
+        f"offload=True is for one device, not {schedule.layout.devices}."
     )
 
   def run(params, group, *args):
@@ -72,7 +92,7 @@ def value_and_grad(
     if task.layout.devices > 1 and task.schedule.activations == "keep":
       again = dataclasses.replace(task.schedule, activations="recompute")
       task = dataclasses.replace(task, schedule=again)
-    return _Run(task, params, group, progress).gradient(loss, args)
+    return _Run(task, params, group, progress, offload).gradient(loss, args)
 
   return run
 
@@ -80,15 +100,18 @@ def value_and_grad(
 class _Run:
   """Buffers of one gradient; every step donates the ones it updates."""
 
-  def __init__(self, task: engine.Task, params, group, progress: bool):
+  def __init__(
+      self, task: engine.Task, params, group, progress: bool, offload: bool
+  ):
     self._task, self._params, self._group = task, params, group
+    self._offload = offload
     positions = group.prompt.shape[0] - 1
     self._chunks = task.chunks(positions)
     capacity = self._chunks.capacity
     length = int(group.prompt_length) - 1
     self._used = -(-length // self._chunks.size) if length else 0
     self._state = dataclasses.replace(
-        _empty(task, self._chunks, params),
+        self._empty(),
         tokens=jnp.pad(group.prompt[:-1], (0, capacity - positions)),
         length=jnp.int32(length),
     )
@@ -106,6 +129,24 @@ class _Run:
       if self._exact:
         grads = self._prefix_pass(grads, accumulator, kept, seeds)
     return passes.Evaluation(value, outputs, None, load), grads
+
+  def _empty(self):
+    """The state of no positions, its mixer where it belongs."""
+    make = functools.partial(_empty, self._task, self._chunks, self._params)
+    if not self._offload:
+      return make()
+    shapes = jax.eval_shape(make)
+    rest = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        dataclasses.replace(shapes, mixer=None),
+    )
+    return dataclasses.replace(rest, mixer=host_memory.zeros(shapes.mixer))
+
+  def _place(self, make, *args):
+    """Zeros that a function of static shapes makes, where they belong."""
+    if not self._offload:
+      return make(*args)
+    return host_memory.zeros(jax.eval_shape(functools.partial(make, *args)))
 
   def _done(self, what: str, result):
     self._bar.set_description(what)
@@ -134,9 +175,12 @@ class _Run:
     )
 
   def _visit(self, loss, args, seeds):
-    grads, accumulator = _start(
-        self._task, self._chunks.capacity, self._params
-    )
+    grads = _zero_grads(self._task, self._params)
+    accumulator = None
+    if self._exact:
+      accumulator = self._place(
+          _zero_cotangent, self._task, self._chunks.capacity, self._params
+      )
     values, outputs = [], []
     for start in range(0, self._group.tails.shape[0], self._at_once):
       rows = slice(start, start + self._at_once)
@@ -178,22 +222,27 @@ def _empty(task, chunks, params):
   return layout.over(here, ("params",), "state")(params)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(task, capacity, params):
-  """Zero gradients, and in exact a zero accumulator."""
-  layout, schedule = task.layout, task.schedule
-
+@functools.partial(jax.jit, static_argnums=0)
+def _zero_grads(task, params):
   def here(params):
-    accumulator = None
-    if task.accumulates:
-      accumulator = state_lib.accumulator(
-          task.config, capacity // layout.devices, schedule.accumulator_dtype,
-          layout.devices,
-      )
-    return engine.zero_grads(task.trained(params)), accumulator
+    return engine.zero_grads(task.trained(params))
 
-  outs = "grads", "mixer" if task.accumulates else "all"
-  return layout.over(here, ("params",), outs, task.trained(params))(params)
+  return task.layout.over(
+      here, ("params",), "grads", task.trained(params)
+  )(params)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zero_cotangent(task, capacity, params):
+  layout = task.layout
+
+  def here(_):
+    return state_lib.accumulator(
+        task.config, capacity // layout.devices,
+        task.schedule.accumulator_dtype, layout.devices,
+    )
+
+  return layout.over(here, ("params",), "mixer")(params)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

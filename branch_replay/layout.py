@@ -12,16 +12,37 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay.ops import attention
+from branch_replay.ops import kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Everything on one device."""
+  """Everything on one device.
+
+  Attributes:
+    implementation: of attention on its devices; that of `Schedule` replaces
+      it.
+  """
+
+  implementation: kernels.Name = dataclasses.field(
+      default="auto", kw_only=True
+  )
 
   @property
   def devices(self) -> int:
     """How many devices the tokens of a segment are dealt to."""
     return 1
+
+  @property
+  def platform(self) -> str:
+    """Of the devices that the tokens are dealt to, see `kernels.platform`."""
+    return kernels.platform()
+
+  def kernel(self, q_KGRTD) -> kernels.Kernel | None:
+    """What attends with such queries; None for the loops."""
+    return kernels.choose(
+        self.implementation, self.platform, q_KGRTD.dtype, q_KGRTD.shape[-1]
+    )
 
   def over(self, function, ins, outs, grads_like=None):
     """`function`, run on every device's share of its arguments.

@@ -45,6 +45,7 @@ class Step:
     moments_dtype: of Adam's two moments.
     trainable: "all" or "adapters".
     readout_tokens: see `Schedule`.
+    attention: what it runs with, see `Schedule`; planned alike.
   """
 
   config: config_lib.ModelConfig
@@ -60,6 +61,7 @@ class Step:
   moments_dtype: str = "float32"
   trainable: str = "all"
   readout_tokens: int = 1024
+  attention: str = "auto"
 
   def __post_init__(self):
     schedule_lib.check_mode(self.mode)

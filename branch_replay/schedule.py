@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 from branch_replay import layout as layout_lib
 from branch_replay import pattern
+from branch_replay.ops import kernels
 
 PrefixGradient = Literal["full", "exact", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]
@@ -45,6 +46,9 @@ class Schedule:
       or a visit adds to it, so its error grows with the number of chunks.
     readout_tokens: tail tokens whose readout is computed at a time.
     layout: where tokens and parameters live.
+    attention: what attention without a window runs with, see `ops.kernels`:
+      "auto" takes the platform's kernel where it fits, and "loops" anywhere.
+      Results of two implementations differ by rounding.
   """
 
   chunk_size: int = 1024
@@ -54,6 +58,7 @@ class Schedule:
   accumulator_dtype: str | None = None
   readout_tokens: int = 1024
   layout: layout_lib.Layout = layout_lib.Layout()
+  attention: kernels.Name = "auto"
 
   def __post_init__(self):
     for field in ("chunk_size", "branches_at_once", "readout_tokens"):
@@ -63,6 +68,7 @@ class Schedule:
     dtype = self.accumulator_dtype
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"accumulator_dtype must be a float: {dtype!r}")
+    kernels.check_name(self.attention)
     if self.activations not in (None, *get_args(Activations)):
       raise ValueError(
           f"Unknown activations {self.activations!r}: use one of "

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from branch_replay import adapters
 from branch_replay import config as config_lib
+from branch_replay import host_memory
 from branch_replay import pattern
 from branch_replay.layout import Layout
 from branch_replay.mixers import kinds
@@ -247,8 +248,9 @@ def forward(
     params = layout.gather(part.path(place), params)
     given = context.choices is not None and part.experts
     choices_Nk = chosen.reshape(-1, chosen.shape[-1]) if given else None
+    prefix, at = host_memory.fetch(prefix, index)
     y_GTM, new, choices_Nk, stages = _replay_layer(
-        config, part.kinds[place], layout, params, x_GTM, choices_Nk, index,
+        config, part.kinds[place], layout, params, x_GTM, choices_Nk, at,
         context, prefix,
     )
     kept = {
@@ -327,12 +329,14 @@ def backward(
     dy_GTM, layer_grads, accumulator = carry
     path = part.path(place)
     seeded = context.balance is not None and part.experts
-    dx_GTM, grads, accumulator = _layer_backward(
+    prefix, at = host_memory.fetch(prefix, index)
+    fetched, _ = host_memory.fetch(accumulator, index)
+    dx_GTM, grads, fetched = _layer_backward(
         config, part.kinds[place], layout,
-        widened(layout.gather(path, params), layer_grads), kept, dy_GTM,
-        index, context, prefix, accumulator, popped,
-        seeds[index] if seeded else None,
+        widened(layout.gather(path, params), layer_grads), kept, dy_GTM, at,
+        context, prefix, fetched, popped, seeds[index] if seeded else None,
     )
+    accumulator = host_memory.put_back(accumulator, index, fetched)
     grads = adapters.pick(grads, layer_grads)
     layer_grads = jax.tree.map(
         lambda total, new: total.at[index].add(new.astype(total.dtype)),

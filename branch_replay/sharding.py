@@ -27,6 +27,7 @@ from branch_replay import compare
 from branch_replay import state as state_lib
 from branch_replay.layout import Layout
 from branch_replay.ops import attention
+from branch_replay.ops import kernels
 
 _AXIS = "tokens"
 _LAYERS = "layers/"
@@ -50,6 +51,10 @@ class Sharded(Layout):
   @property
   def devices(self) -> int:
     return self.mesh.size
+
+  @property
+  def platform(self) -> str:
+    return kernels.platform(self.mesh.devices.flat[0])
 
   def over(self, function, ins, outs, grads_like=None):
     def out_specs(kind):

@@ -99,6 +99,7 @@ def compile_step(step: plan.Step, of: Target) -> dict:
       chunk_size=step.chunk_size, branches_at_once=step.branches_at_once,
       activations=step.activations, accumulator_dtype=step.accumulator_dtype,
       readout_tokens=step.readout_tokens, layout=layout,
+      attention=step.attention,
   )
   optimizer = optimizers.with_state_dtype(
       optax.adamw(1e-6, b2=0.98), step.moments_dtype

@@ -3,10 +3,14 @@
 """One gradient over a very long prefix, chunk by chunk from the host.
 
   python -m experiments.long_run --config=configs/long_run.py
+
+A progress bar counts chunks, there and back, and visits. An interrupt stops
+between two of them; results.json then says how far it came.
 """
 
 import os
 import pathlib
+import sys
 import time
 
 import jax
@@ -33,6 +37,13 @@ def _loss(log_probs_GT, advantages_G):
   return -jnp.sum(log_probs_GT * advantages_G[:, None])
 
 
+def _geometry(model: ml_collections.ConfigDict) -> br.ModelConfig:
+  fields = model.to_dict()
+  if "delta" in fields:
+    fields["delta"] = br.GatedDelta(**fields["delta"])
+  return br.ModelConfig(**fields)
+
+
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs it; see the module.
 
@@ -43,8 +54,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   Returns:
     What is written: seconds, operations, peak memory, and norms that show the
     gradient is there and finite.
+
+  Raises:
+    KeyboardInterrupt: interrupted; what there is of the results is written.
   """
-  geometry = br.ModelConfig(**config.model)
+  geometry = _geometry(config.model)
   model = br.Decoder(geometry)
   rng = np.random.default_rng(config.seed)
   params = model.init(
@@ -65,29 +79,47 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   )
   before = record.peak_rss_bytes()
   start = time.perf_counter()
-  evaluation, grads = host_loop.value_and_grad(
-      model, _loss, prefix_gradient=config.mode, schedule=schedule
-  )(params, group, advantages_G)
-  jax.block_until_ready(grads)
-  seconds = time.perf_counter() - start
+
+  def so_far(finished: bool) -> dict:
+    return {
+        "environment": record.environment(),
+        "config": config.to_dict(),
+        "finished": finished,
+        "seconds": time.perf_counter() - start,  # compilation included
+        "cpu_seconds": time.process_time(),
+        "flops": flops.gradient(
+            geometry, prefix=config.prefix, branches=config.branches,
+            tail=config.tail_tokens, mode=config.mode, policy="recompute",
+        ),
+        "peak_rss_bytes": record.peak_rss_bytes(),
+        "rss_before_bytes": before,
+    }
+
+  gradient = host_loop.value_and_grad(
+      model, _loss, prefix_gradient=config.mode, schedule=schedule,
+      offload=config.offload,
+  )
+  try:
+    evaluation, grads = gradient(params, group, advantages_G)
+    jax.block_until_ready(grads)
+  except KeyboardInterrupt:
+    stopped = so_far(finished=False)
+    record.write_json(workdir / "results.json", stopped)
+    print(
+        f"Interrupted after {stopped['seconds']:.0f} s; wrote "
+        f"{workdir / 'results.json'}.", file=sys.stderr,
+    )
+    raise
+  results = so_far(finished=True)
   norms = [float(jnp.linalg.norm(x.ravel())) for x in jax.tree.leaves(grads)]
-  results = {
-      "environment": record.environment(),
-      "config": config.to_dict(),
-      "seconds": seconds,  # compilation included
-      "flops": flops.gradient(
-          geometry, prefix=config.prefix, branches=config.branches,
-          tail=config.tail_tokens, mode=config.mode, policy="recompute",
-      ),
-      "peak_rss_bytes": record.peak_rss_bytes(),
-      "rss_before_bytes": before,
+  results |= {
       "loss": float(evaluation.loss),
       "gradient_norm": float(np.linalg.norm(norms)),
       "finite": bool(np.isfinite(norms).all()),
   }
   record.write_json(workdir / "results.json", results)
   print(
-      f"{config.mode}, P={config.prefix:,}: {seconds:.1f} s, "
+      f"{config.mode}, P={config.prefix:,}: {results['seconds']:.1f} s, "
       f"{results['peak_rss_bytes'] / 2**30:.2f} GiB resident at the peak, "
       f"{before / 2**30:.2f} before; gradient norm "
       f"{results['gradient_norm']:.4g}"

@@ -13,6 +13,7 @@ pip install "jax[tpu]" in an environment of its own.
 import dataclasses
 import json
 import sys
+import typing
 
 from absl import app
 from absl import flags
@@ -20,6 +21,7 @@ from absl import flags
 from branch_replay import config as config_lib
 from branch_replay import plan
 from branch_replay import presets
+from branch_replay.ops import kernels
 from experiments import compile_step
 
 _GIB = plan.GIB
@@ -59,6 +61,10 @@ def _define_flags():
   flags.DEFINE_integer(
       "adapter_rank", 0, "Train adapters of this rank; 0 trains everything."
   )
+  flags.DEFINE_enum(
+      "attention", "auto", list(typing.get_args(kernels.Name)),
+      "What attention is compiled with.",
+  )
   flags.DEFINE_bool("compile", False, "Ask the target's compiler too.")
   flags.DEFINE_bool("json", False, "Print one JSON object.")
 
@@ -88,6 +94,7 @@ def step_of(values) -> plan.Step:
       accumulator_dtype=values.accumulator_dtype,
       moments_dtype=values.moments_dtype,
       trainable="adapters" if adapter else "all",
+      attention=values.attention,
   )
 
 

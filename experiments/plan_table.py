@@ -27,7 +27,7 @@ _BASE = dict(
     target="v5p:2x2x2", budget_gib=88.0, chunk=8192, branches_at_once=1,
     activations="recompute_layers", accumulator_dtype="bfloat16",
     param_dtype="bfloat16", moments_dtype="bfloat16", adapter_rank=0,
-    compile=True,
+    compile=True, attention="loops",
 )
 # The published shape; what more branches cost; other reaches.
 _COMPILED = (
@@ -38,6 +38,12 @@ _COMPILED = (
     dict(mode="stop", adapter_rank=16),
     dict(prefix=262144),
     dict(prefix=262144, accumulator_dtype="float32"),
+)
+# The same by the platform's kernel.
+_BY_KERNEL = (
+    dict(attention="auto"),
+    dict(attention="auto", mode="stop"),
+    dict(attention="auto", prefix=262144),
 )
 # What does not fit at this length is planned and not compiled.
 _PLANNED = tuple(
@@ -59,7 +65,8 @@ def run(_):
   """Fills the result file with the cases that it does not have."""
   found = json.loads(_FILE.read_text()) if _FILE.exists() else {"plans": []}
   done = [plan["flags"] for plan in found["plans"]]
-  for changes in tqdm.tqdm(_COMPILED + _PLANNED + _HYBRID, desc="plans"):
+  cases = _COMPILED + _BY_KERNEL + _PLANNED + _HYBRID
+  for changes in tqdm.tqdm(cases, desc="plans"):
     flags = _BASE | changes
     if flags in done:
       continue

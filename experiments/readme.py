@@ -43,8 +43,8 @@ def comparison(results: dict) -> str:
 def plans(results: dict) -> str:
   """Plans of the 8B decoder, those that were compiled first."""
   head = (
-      "| mode | trains | G | P | accumulator | planned | compiled "
-      "| longest P at 88 GiB |\n|---|---|---|---|---|---|---|---|\n"
+      "| mode | trains | attention | G | P | accumulator | planned | compiled "
+      "| longest P at 88 GiB |\n|---|---|---|---|---|---|---|---|---|\n"
   )
   rows = []
   for plan in results["plans"]:
@@ -55,6 +55,7 @@ def plans(results: dict) -> str:
     compiled = plan.get("compiled_bytes_per_device")
     rows.append(
         f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
+        f"| {'loops' if flags['attention'] == 'loops' else 'kernel'} "
         f"| {plan['branches']} | {plan['prefix']:,} "
         f"| {'–' if plan['mode'] == 'stop' else flags['accumulator_dtype']} "
         f"| {plan['bytes_per_device']['total'] / 2**30:.1f} GiB "

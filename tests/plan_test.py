@@ -25,7 +25,7 @@ FLAGS = dict(
     target="v5p:2x2x2", budget_gib=None, chunk=8192, branches_at_once=1,
     activations="recompute_layers", accumulator_dtype="bfloat16",
     param_dtype="bfloat16", moments_dtype="bfloat16", adapter_rank=0,
-    compile=False, json=True,
+    compile=False, json=True, attention="auto",
 )
 
 

@@ -14,6 +14,7 @@ from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay import host_memory
 from branch_replay.mixers import sizes as sizes_lib
 from branch_replay.models import layers
 from branch_replay.ops import attention
@@ -64,7 +65,9 @@ def complete(stack, chunks: int, chunk: int) -> bool:
 def push(stack, present, chunk: sizes_lib.Chunk):
   """The state with a chunk's keys and values."""
   return tuple(
-      lax.dynamic_update_slice_in_dim(x, new[:, :, 0], chunk.start, axis=2)
+      lax.dynamic_update_slice_in_dim(
+          x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
+      )
       for x, new in zip(stack, present, strict=True)
   )
 
@@ -121,6 +124,7 @@ def attend(
   out, lse = layout.merge(*attention.forward(
       layout.all(q, 3), k, v, prefix, layer, prefix_length,
       context.lengths_G, stripe=layout.stripe(), window=window,
+      kernel=layout.kernel(q),
   ))
   return out.astype(q.dtype), (k, v), lse
 
@@ -174,6 +178,7 @@ def pull(
       layout.all(d_out, 3), layout.all(q, 3), k, v, layout.all(lse, 3),
       layout.all(delta, 3), prefix, layer, prefix_length,
       accumulator=accumulator, stripe=layout.stripe(), window=window,
+      kernel=layout.kernel(q),
   )
   dq = layout.sum_mine(dq, 3).astype(q.dtype)
   if d_present is not None:

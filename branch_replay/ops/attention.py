@@ -24,15 +24,19 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay.ops import attention_loops as loops
+from branch_replay.ops import attention_stretches as stretches
+from branch_replay.ops import kernels
+from branch_replay.ops.attention_loops import merge
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    window, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length, lengths_G
+    window, kernel, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length,
+    lengths_G,
 ):
   out, lse = forward(
       q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G,
-      window=_window(window, q, prefix_length),
+      window=_window(window, q, prefix_length), kernel=kernel,
   )
   return out.astype(q.dtype), lse
 
@@ -45,13 +49,13 @@ def _window(size, q_KGRTD, prefix_length):
   return Window(size, jnp.maximum(query_T - size + 1, 0))
 
 
-def _attend_forward(window, q, k, v, pk, pv, prefix_length, lengths_G):
-  out, lse = _attend(window, q, k, v, pk, pv, prefix_length, lengths_G)
+def _attend_forward(window, kernel, q, k, v, pk, pv, prefix_length, lengths_G):
+  out, lse = _attend(window, kernel, q, k, v, pk, pv, prefix_length, lengths_G)
   # The prefix is a residual by reference: replayed, never copied.
   return (out, lse), (q, k, v, pk, pv, prefix_length, out, lse)
 
 
-def _attend_backward(window, residuals, cotangents):
+def _attend_backward(window, kernel, residuals, cotangents):
   q, k, v, pk, pv, prefix_length, out, lse = residuals
   d_out, d_lse = cotangents
   wide = config_lib.at_least_float32(q.dtype)
@@ -59,6 +63,7 @@ def _attend_backward(window, residuals, cotangents):
   dq, dk, dv, (dpk, dpv) = backward(
       d_out, q, k, v, out, lse, (pk, pv), 0, prefix_length,
       accumulator=zeros, d_lse=d_lse, window=_window(window, q, prefix_length),
+      kernel=kernel,
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
@@ -79,6 +84,7 @@ def replay_attention(
     *,
     lengths_G=None,
     window=None,
+    implementation: kernels.Name = "auto",
 ):
   """Attention of G branches to a shared prefix and, causally, to themselves.
 
@@ -101,9 +107,14 @@ def replay_attention(
     window: W, so that the query at position i sees the keys at j with
       i − j < W, where tails stand at `prefix_length` and after; static. None
       to see all keys before.
+    implementation: see `kernels`; with a window it is always the loops.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
+
+  Raises:
+    ValueError: an implementation that does not run here or does not take
+      these arrays.
 
   Source: the design follows https://arxiv.org/abs/2607.14952; the reference is
   `attention_reference.replay_attention`.
@@ -111,31 +122,13 @@ def replay_attention(
   heads, branches, _, tokens, head_dim = q_KGRTD.shape
   chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))
   chex.assert_shape([prefix_k_KPD, prefix_v_KPD], (heads, None, head_dim))
-  return _attend(
-      window, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None], prefix_v_KPD[None],
-      prefix_length, lengths_G,
+  kernel = kernels.choose(
+      implementation, kernels.platform(), q_KGRTD.dtype, head_dim
   )
-
-
-def merge(out_a, lse_a, out_b, lse_b):
-  """One attention over two disjoint sets of keys, from two partial ones.
-
-  lse = log(eᵃ + eᵇ), out = (eᵃ out_a + eᵇ out_b) / (eᵃ + eᵇ). Not to be
-  differentiated: two empty parts have no finite gradient.
-
-  Args:
-    out_a: [..., D], at least float32.
-    lse_a: [...]; −∞ where a row saw no key.
-    out_b: like out_a.
-    lse_b: like lse_a.
-
-  Returns:
-    The merged (out, lse); (0, −∞) where both parts are empty.
-  """
-  top = loops.finite(jnp.maximum(lse_a, lse_b))
-  a, b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
-  out = a[..., None] * out_a + b[..., None] * out_b
-  return loops.normalized(top, a + b, out)
+  return _attend(
+      window, kernel, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None],
+      prefix_v_KPD[None], prefix_length, lengths_G,
+  )
 
 
 class Stripe(NamedTuple):
@@ -173,7 +166,7 @@ def _reach(window, q_KGRTD):
 
 def forward(
     q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
-    *, stripe=Stripe(), window=None,
+    *, stripe=Stripe(), window=None, kernel=None,
 ):
   """Output and merged log-sum-exp of one layer; see `replay_attention`.
 
@@ -187,17 +180,30 @@ def forward(
     lengths_G: i32 or None.
     stripe: which keys of the segment are here.
     window: `Window`, or None to see all keys before.
+    kernel: `kernels.Kernel`; None for the loops, which layers with a window
+      always run.
 
   Returns:
     out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
   """
   size, lowest_N = _reach(window, q_KGRTD)
-  out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, size)
+  by_loops = kernel is None or window is not None
+  if by_loops:
+    out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, size)
+  else:
+    out, lse = stretches.segment_forward(
+        kernel, q_KGRTD, k_KGSD, v_KGSD, stripe
+    )
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
-    out_p, lse_p = loops.prefix_forward(
-        rows, prefix, layer, prefix_length, lowest_N
-    )
+    if by_loops:
+      out_p, lse_p = loops.prefix_forward(
+          rows, prefix, layer, prefix_length, lowest_N
+      )
+    else:
+      out_p, lse_p = stretches.prefix_forward(
+          kernel, rows, prefix, layer, prefix_length
+      )
     out, lse = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
@@ -253,7 +259,7 @@ def decode(
 
 def backward(
     d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
-    *, accumulator=None, d_lse=None, window=None,
+    *, accumulator=None, d_lse=None, window=None, kernel=None,
 ):
   """Cotangents of one layer, given the merged output and log-sum-exp.
 
@@ -271,6 +277,7 @@ def backward(
       cotangents are added at `layer`, in place; None spends nothing on them.
     d_lse: cotangent of the log-sum-exp, or None for zero.
     window: as in `forward`.
+    kernel: as in `forward`.
 
   Returns:
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
@@ -279,6 +286,7 @@ def backward(
   dq, dk, dv, accumulator = backward_rows(
       d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
       prefix, layer, prefix_length, accumulator=accumulator, window=window,
+      kernel=kernel,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
@@ -292,7 +300,7 @@ def row_delta(d_out, out, d_lse=None):
 
 def backward_rows(
     d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
-    *, accumulator=None, stripe=Stripe(), window=None,
+    *, accumulator=None, stripe=Stripe(), window=None, kernel=None,
 ):
   """`backward` from `row_delta`; queries may be those of all devices.
 
@@ -309,6 +317,7 @@ def backward_rows(
     accumulator: as in `backward`.
     stripe: which keys of the segment are here.
     window: as in `forward`.
+    kernel: as in `forward`.
 
   Returns:
     As `backward`, but dq in at least float32: what the keys that are here
@@ -317,17 +326,24 @@ def backward_rows(
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   size, lowest_N = _reach(window, q_KGRTD)
-  dq, dk, dv = loops.segment_backward(
-      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, size
-  )
+  by_loops = kernel is None or window is not None
+  segment = d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
+  if by_loops:
+    dq, dk, dv = loops.segment_backward(*segment, size)
+  else:
+    dq, dk, dv = stretches.segment_backward(kernel, *segment)
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
-    dq_rows, accumulator = loops.prefix_backward(
+    arguments = (
         d_out.reshape(heads, -1, head_dim),
         q_KGRTD.reshape(heads, -1, head_dim),
         lse.reshape(heads, -1),
         delta.reshape(heads, -1),
-        prefix, layer, prefix_length, accumulator, lowest_N,
+        prefix, layer, prefix_length, accumulator,
     )
+    if by_loops:
+      dq_rows, accumulator = loops.prefix_backward(*arguments, lowest_N)
+    else:
+      dq_rows, accumulator = stretches.prefix_backward(kernel, *arguments)
     dq = dq + dq_rows.reshape(dq.shape)
   return dq, dk, dv, accumulator

@@ -31,6 +31,27 @@ def normalized(top, total, weighted):
   )
 
 
+def merge(out_a, lse_a, out_b, lse_b):
+  """One attention over two disjoint sets of keys, from two partial ones.
+
+  lse = log(eᵃ + eᵇ), out = (eᵃ out_a + eᵇ out_b) / (eᵃ + eᵇ). Not to be
+  differentiated: two empty parts have no finite gradient.
+
+  Args:
+    out_a: [..., D], at least float32.
+    lse_a: [...]; −∞ where a row saw no key.
+    out_b: like out_a.
+    lse_b: like lse_a.
+
+  Returns:
+    The merged (out, lse); (0, −∞) where both parts are empty.
+  """
+  top = finite(jnp.maximum(lse_a, lse_b))
+  a, b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+  out = a[..., None] * out_a + b[..., None] * out_b
+  return normalized(top, a + b, out)
+
+
 def _dot(a, b, contract, dtype):
   """Matrix product over one axis of each operand, accumulated in `dtype`."""
   axes = ((contract[0],), (contract[1],)), ((), ())

@@ -20,8 +20,8 @@ def _ceil(a, b):
   return -(-a // b)
 
 
-def _round_up(size: int) -> int:
-  return _ceil(size, _VECTOR) * _VECTOR
+def _round_up(size: int, unit: int = _VECTOR) -> int:
+  return _ceil(size, unit) * unit
 
 
 class Even(NamedTuple):
@@ -35,10 +35,10 @@ class Even(NamedTuple):
     return self.count * self.size
 
 
-def even(length: int, at_most: int) -> Even:
+def even(length: int, at_most: int, unit: int = _VECTOR) -> Even:
   """Nearly equal tiles of at most `at_most`, with the least padding."""
   count = _ceil(length, at_most)
-  return Even(count, min(_round_up(_ceil(length, count)), at_most))
+  return Even(count, min(_round_up(_ceil(length, count), unit), at_most))
 
 
 def pad(x, axis: int, length: int, value=0.0):
@@ -68,6 +68,21 @@ def read_cache(x_LKGSD, layer, start, size: int):
   shape = (1, *x_LKGSD.shape[1:3], size, x_LKGSD.shape[4])
   at = _indices(x_LKGSD, (layer, 0, 0, start))
   return lax.dynamic_slice(x_LKGSD, at, shape)[0]
+
+
+def read_stretch(x_LKPD, layer, start, size: int):
+  """x[layer, :, start : start + size], of all heads."""
+  shape = (1, x_LKPD.shape[1], size, x_LKPD.shape[3])
+  at = _indices(x_LKPD, (layer, 0, start))
+  return lax.dynamic_slice(x_LKPD, at, shape)[0]
+
+
+def add_stretch(x_LKPD, layer, start, window_KBD):
+  """x with `window` added where `read_stretch` would read it from."""
+  old = read_stretch(x_LKPD, layer, start, window_KBD.shape[1])
+  new = (old.astype(window_KBD.dtype) + window_KBD).astype(x_LKPD.dtype)
+  at = _indices(x_LKPD, (layer, 0, start))
+  return lax.dynamic_update_slice(x_LKPD, new[None], at)
 
 
 def write(x, at, window):

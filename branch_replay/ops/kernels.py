@@ -1,0 +1,123 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of attention runs.
+
+"loops" is plain XLA (`attention_loops`) and runs everywhere. The others are
+kernels that ship with JAX; `attention_stretches` calls them:
+
+  splash  TPU, bfloat16 and float32 (`kernel_splash`);
+  cudnn   NVIDIA GPUs, bfloat16 (`kernel_cudnn`).
+
+"auto" is the kernel of the platform where it takes the dtype and the width of
+the heads, and the loops where it does not.
+"""
+
+from typing import Literal
+from typing import NamedTuple
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+
+Name = Literal["auto", "loops", "splash", "cudnn"]
+
+
+class Kernel(NamedTuple):
+  """A library's kernel; None in its place means the loops.
+
+  Attributes:
+    name: "splash" or "cudnn".
+    interpret: whether Pallas runs it instruction by instruction, on any
+      platform and slowly.
+  """
+
+  name: str
+  interpret: bool = False
+
+
+class _Fit(NamedTuple):
+  """What a kernel takes: head widths are multiples up to a largest one."""
+
+  platform: str
+  dtypes: tuple[str, ...]
+  multiple: int
+  largest: int
+  interpreted: bool
+
+
+_FITS = {
+    "splash": _Fit("tpu", ("bfloat16", "float32"), 32, 256, True),
+    "cudnn": _Fit("cuda", ("bfloat16",), 8, 128, False),
+}
+
+
+def check_name(name: str):
+  """Raises ValueError for an implementation that does not exist."""
+  if name not in get_args(Name):
+    raise ValueError(
+        f"Unknown attention {name!r}: use one of {', '.join(get_args(Name))}."
+    )
+
+
+def platform(device=None) -> str:
+  """"cpu", "tpu", "cuda" or "rocm": of a device, by default of the first."""
+  device = jax.devices()[0] if device is None else device
+  if device.platform != "gpu":
+    return device.platform
+  return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
+def choose(name: str, where: str, dtype, head_dim: int) -> Kernel | None:
+  """The kernel that a name means on a platform.
+
+  Args:
+    name: "auto", "loops", or a kernel's. On a CPU a Pallas kernel that is named
+      runs in Pallas's interpreter, which is for tests.
+    where: as from `platform`.
+    dtype: of queries, keys and values.
+    head_dim: their width.
+
+  Returns:
+    The kernel, or None for the loops.
+
+  Raises:
+    ValueError: the kernel that is named does not run there, or does not take
+      these arrays.
+  """
+  check_name(name)
+  if name == "loops":
+    return None
+  if name == "auto":
+    for kernel, fit in _FITS.items():
+      if fit.platform == where and not _misfits(fit, dtype, head_dim):
+        return Kernel(kernel)
+    return None
+  fit = _FITS[name]
+  interpret = where == "cpu" and fit.interpreted
+  if fit.platform != where and not interpret:
+    raise ValueError(
+        f"attention={name!r} runs on {fit.platform}, not on {where}: use "
+        "'auto' or 'loops'."
+    )
+  misfits = _misfits(fit, dtype, head_dim, interpret)
+  if misfits:
+    raise ValueError(
+        f"attention={name!r} does not take {' and '.join(misfits)}: use 'auto' "
+        "or 'loops'."
+    )
+  return Kernel(name, interpret)
+
+
+def _misfits(fit: _Fit, dtype, head_dim: int, interpret=False) -> list[str]:
+  """What is wrong with a kernel's arguments, in words."""
+  misfits = []
+  if jnp.dtype(dtype).name not in fit.dtypes:
+    misfits.append(
+        f"dtype={jnp.dtype(dtype).name} (but {', '.join(fit.dtypes)})"
+    )
+  if not interpret and (head_dim % fit.multiple or head_dim > fit.largest):
+    misfits.append(
+        f"head_dim={head_dim} (but multiples of {fit.multiple} up to "
+        f"{fit.largest})"
+    )
+  return misfits
