@@ -128,7 +128,7 @@ class _Run:
       value, outputs, grads, accumulator = self._visit(loss, args, seeds)
       if self._exact:
         grads = self._prefix_pass(grads, accumulator, kept, seeds)
-    return passes.Evaluation(value, outputs, None, load), grads
+    return passes.evaluation(value, outputs, None, load), grads
 
   def _empty(self):
     """The state of no positions, its mixer where it belongs."""

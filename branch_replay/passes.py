@@ -33,15 +33,33 @@ class Evaluation(NamedTuple):
     outputs: the readout's pytree, [G, T, ...] or [groups, G, T, ...].
     prefix_pass: in `sampled` a `chunk_sampling.PrefixPass`: which chunks ran
       and with what probability; None in the other modes and without a prefix.
-    load: with a load-balance term, the share of the choices that fell on every
-      expert, [L, E] of the layers that have them (stacked groups: first an axis
-      of groups); else None. The loss is without that term, the gradient with.
   """
 
   loss: jax.Array
   outputs: Any
   prefix_pass: Any
-  load: jax.Array | None = None
+
+
+class Balanced(NamedTuple):
+  """`Evaluation` of a gradient that has a load-balance term; the loss has not.
+
+  Attributes:
+    loss, outputs, prefix_pass: as there.
+    load: the share of the choices that fell on every expert, [L, E] of the
+      layers that have them; of stacked groups with an axis of groups before.
+  """
+
+  loss: jax.Array
+  outputs: Any
+  prefix_pass: Any
+  load: jax.Array
+
+
+def evaluation(loss, outputs, prefix_pass, load) -> Evaluation | Balanced:
+  """`Balanced` where there is a load, else `Evaluation`."""
+  if load is None:
+    return Evaluation(loss, outputs, prefix_pass)
+  return Balanced(loss, outputs, prefix_pass, load)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -193,8 +211,8 @@ def _gradient(
   """Adds the gradient of one group; the schedule of all modes but capture.
 
   Returns:
-    grads, outputs, "anything" of the cotangent, and the two reports of
-    `Evaluation`: of the prefix pass and the load.
+    grads, outputs, "anything" of the cotangent, and the last two arguments of
+    `evaluation`.
   """
   accumulator = report = None
   if state is not None:
@@ -288,19 +306,19 @@ def _value_and_grad(task, loss, params, group, args, state, key):
         task, params, grads, group, state, key, cotangent, args
     )
     value = jnp.sum(whole) + (0 if rest is None else rest)
-    return grads, Evaluation(value, outputs, *reports)
+    return grads, evaluation(value, outputs, *reports)
 
   grads = engine.zero_grads(task.trained(params))
   if group.prompt.ndim == 1:
-    grads, evaluation = one(grads, (group, args, key), state)
+    grads, found = one(grads, (group, args, key), state)
   else:
     if key is not None:  # a key for every group, by its place
       key = jax.vmap(lambda i: jax.random.fold_in(key, i))(
           jnp.arange(group.prompt.shape[0])
       )
-    grads, evaluation = lax.scan(one, grads, (group, args, key))
-    evaluation = evaluation._replace(loss=jnp.sum(evaluation.loss))
-  return evaluation, grads
+    grads, found = lax.scan(one, grads, (group, args, key))
+    found = found._replace(loss=jnp.sum(found.loss))
+  return found, grads
 
 
 def cotangent_of(loss):

@@ -175,8 +175,8 @@ def value_and_grad(
       alone, see `adapters.add`; the base then costs no weight gradients.
     balance: coefficient of the load-balance term of a mixture of experts, see
       `branch_replay.balance`, whose gradient is added; in "stop" that of the
-      tails alone. Unless 0 it costs one more forward pass of the tails, and
-      `Evaluation.load` is the share of every expert.
+      tails alone. Unless 0 it costs one more forward pass of the tails, and the
+      result is a `passes.Balanced`, with the share of every expert.
 
   Returns:
     A function (params, group, *args, state=None, key=None, allow_stale=False,

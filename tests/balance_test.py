@@ -228,4 +228,4 @@ def test_without_a_coefficient_there_is_no_load():
           params, group, tiny.weights(group)
       ), params,
   )
-  assert evaluation.load is None
+  assert evaluation._fields == ("loss", "outputs", "prefix_pass")
