@@ -171,23 +171,45 @@ def pop_chunk(
   tokens, context, chunk = _chunk(
       task, all_tokens, seen, index, size, state.length
   )
+  popped = segment.Popped(chunk, scale)
+  return pull_back(
+      task, params, grads, accumulator, tokens, context, popped, kept
+  )
+
+
+def pull_back(
+    task: Task, params, grads, accumulator, tokens_GT, context, popped,
+    kept=None,
+):
+  """Pulls the accumulated cotangent of one segment back, in place.
+
+  Args:
+    task, params, grads, accumulator: as in `pop_chunk`.
+    tokens_GT: this device's tokens of the segment.
+    context: what it continued from.
+    popped: `segment.Popped`.
+    kept: what `segment.forward` kept; None runs it again.
+
+  Returns:
+    grads and accumulator.
+  """
   if kept is None:
     _, _, kept = segment.forward(
         task.config, params["layers"],
-        segment.embed(task.config, params, tokens, task.layout), context,
+        segment.embed(task.config, params, tokens_GT, task.layout), context,
         layout=task.layout,
         keep=rows_lib.segment_keep(task.schedule.activations),
     )
   nothing_GTM = jnp.zeros(
-      (*tokens.shape, task.config.width), task.config.compute_dtype
+      (*tokens_GT.shape, task.config.width), task.config.compute_dtype
   )
   dx_GTM, layer_grads, accumulator = segment.backward(
       task.config, params["layers"], grads["layers"], kept,
       nothing_GTM, context, layout=task.layout, accumulator=accumulator,
-      popped=segment.Popped(chunk, scale),
+      popped=popped,
   )
   grads = grads | {"layers": layer_grads}
-  grads = segment.embed_backward(grads, tokens, dx_GTM, task.layout)
+  grads = segment.embed_backward(grads, tokens_GT, dx_GTM, task.layout)
   return grads, accumulator
 
 

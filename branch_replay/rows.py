@@ -55,7 +55,7 @@ def run(task, params, rows: Rows, context, policy):
 
 def visit(
     task, params, outer, grads, accumulator, rows: Rows, window, context,
-    cotangent, args=(), kept=None,
+    cotangent, args=(), kept=None, popped=None,
 ):
   """Forward and backward of some rows.
 
@@ -71,6 +71,8 @@ def visit(
     cotangent: (outputs, *args) -> (cotangent of the outputs, anything).
     args: handed to `cotangent`.
     kept: what `run` returned for these rows; None runs them here.
+    popped: `segment.Popped` if the one row is also part of a state, whose
+      accumulated cotangent is pulled back with it.
 
   Returns:
     grads, accumulator, the outputs [G, T, ...], and "anything".
@@ -86,7 +88,7 @@ def visit(
   )
   dx_GSM, layer_grads, accumulator = segment.backward(
       task.config, params["layers"], grads["layers"], stages, dy_GSM,
-      context, layout=task.layout, accumulator=accumulator,
+      context, layout=task.layout, accumulator=accumulator, popped=popped,
   )
   grads = {"layers": layer_grads} | jax.tree.map(
       lambda total, new: total + new.astype(total.dtype),
