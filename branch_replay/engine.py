@@ -35,6 +35,7 @@ from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.mixers import sizes
 from branch_replay.models import decoder
+from branch_replay.ops import tiling
 from branch_replay.schedule import Schedule
 from branch_replay.schedule import check_mode
 
@@ -326,7 +327,7 @@ def _branches(task: Task, state, group):
   """The rows to run, where their outputs start, and each part's context."""
   if task.prefix_gradient == "full":
     window, first = group.prompt_length - 1, 0
-    tokens_GS = group.sequences()[:, :-1]
+    tokens_GS = group.rows()
     nothing = state_lib.empty(task.config, 0, devices=task.layout.devices)
     prefix = state_lib.seen(task.config, nothing.mixer)
   else:
@@ -341,10 +342,13 @@ def _branches(task: Task, state, group):
   def context_of(rows):
     branches, tokens = rows.tokens_GS.shape
     positions_S = layout.positions(first, tokens)[None]
+    lengths_G, blocks = window + rows.lengths_G, None
+    if group.block is not None:
+      blocks = tiling.Blocks(group.block, window, lengths_G)
     return segment.Context(
         prefix, layout.here(first),
         jnp.broadcast_to(positions_S, (branches, positions_S.shape[1])),
-        window + rows.lengths_G,
+        lengths_G, blocks,
     )
 
   return rows, window, context_of

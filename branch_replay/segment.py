@@ -54,12 +54,14 @@ class Context(NamedTuple):
       may see.
     positions_GT: i32, absolute positions of this device's tokens.
     lengths_G: i32, real tokens of each row on all devices, or None for all.
+    blocks: `ops.tiling.Blocks` of tokens that see later ones, or None.
   """
 
   prefix: Any
   prefix_length: jax.Array
   positions_GT: jax.Array
   lengths_G: jax.Array | None = None
+  blocks: Any = None
 
 
 class Popped(NamedTuple):

@@ -24,17 +24,29 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay.ops import attention_loops as loops
+from branch_replay.ops import tiling
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    window, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length, lengths_G
+    window, block, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length,
+    lengths_G,
 ):
   out, lse = forward(
       q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G,
       window=_window(window, q, prefix_length),
+      blocks=_blocks(block, q, lengths_G),
   )
   return out.astype(q.dtype), lse
+
+
+def _blocks(size, q_KGRTD, lengths_G):
+  """Blocks from the first token of every branch on, or None."""
+  if size is None:
+    return None
+  if lengths_G is None:
+    lengths_G = jnp.full(q_KGRTD.shape[1], q_KGRTD.shape[3], jnp.int32)
+  return tiling.Blocks(size, 0, jnp.asarray(lengths_G))
 
 
 def _window(size, q_KGRTD, prefix_length):
@@ -45,20 +57,24 @@ def _window(size, q_KGRTD, prefix_length):
   return Window(size, jnp.maximum(query_T - size + 1, 0))
 
 
-def _attend_forward(window, q, k, v, pk, pv, prefix_length, lengths_G):
-  out, lse = _attend(window, q, k, v, pk, pv, prefix_length, lengths_G)
+def _attend_forward(
+    window, block, q, k, v, pk, pv, prefix_length, lengths_G
+):
+  arguments = q, k, v, pk, pv, prefix_length, lengths_G
+  out, lse = _attend(window, block, *arguments)
   # The prefix is a residual by reference: replayed, never copied.
-  return (out, lse), (q, k, v, pk, pv, prefix_length, out, lse)
+  return (out, lse), (*arguments, out, lse)
 
 
-def _attend_backward(window, residuals, cotangents):
-  q, k, v, pk, pv, prefix_length, out, lse = residuals
+def _attend_backward(window, block, residuals, cotangents):
+  q, k, v, pk, pv, prefix_length, lengths_G, out, lse = residuals
   d_out, d_lse = cotangents
   wide = config_lib.at_least_float32(q.dtype)
   zeros = (jnp.zeros(pk.shape, wide), jnp.zeros(pv.shape, wide))
   dq, dk, dv, (dpk, dpv) = backward(
       d_out, q, k, v, out, lse, (pk, pv), 0, prefix_length,
       accumulator=zeros, d_lse=d_lse, window=_window(window, q, prefix_length),
+      blocks=_blocks(block, q, lengths_G),
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
@@ -79,6 +95,7 @@ def replay_attention(
     *,
     lengths_G=None,
     window=None,
+    block=None,
 ):
   """Attention of G branches to a shared prefix and, causally, to themselves.
 
@@ -101,6 +118,9 @@ def replay_attention(
     window: W, so that the query at position i sees the keys at j with
       i − j < W, where tails stand at `prefix_length` and after; static. None
       to see all keys before.
+    block: B, so that a branch's tokens are in blocks of B, each of which sees
+      itself whole and all before: the query at t the keys at s with
+      ⌊s/B⌋ ≤ ⌊t/B⌋, of those that are real; static. None is causal.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
@@ -112,8 +132,8 @@ def replay_attention(
   chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))
   chex.assert_shape([prefix_k_KPD, prefix_v_KPD], (heads, None, head_dim))
   return _attend(
-      window, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None], prefix_v_KPD[None],
-      prefix_length, lengths_G,
+      window, block, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None],
+      prefix_v_KPD[None], prefix_length, lengths_G,
   )
 
 
@@ -173,7 +193,7 @@ def _reach(window, q_KGRTD):
 
 def forward(
     q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
-    *, stripe=Stripe(), window=None,
+    *, stripe=Stripe(), window=None, blocks=None,
 ):
   """Output and merged log-sum-exp of one layer; see `replay_attention`.
 
@@ -187,12 +207,15 @@ def forward(
     lengths_G: i32 or None.
     stripe: which keys of the segment are here.
     window: `Window`, or None to see all keys before.
+    blocks: `tiling.Blocks`, or None to see no key after.
 
   Returns:
     out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
   """
   size, lowest_N = _reach(window, q_KGRTD)
-  out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, size)
+  out, lse = loops.segment_forward(
+      q_KGRTD, k_KGSD, v_KGSD, stripe, size, blocks
+  )
   if prefix[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     out_p, lse_p = loops.prefix_forward(
@@ -253,7 +276,7 @@ def decode(
 
 def backward(
     d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
-    *, accumulator=None, d_lse=None, window=None,
+    *, accumulator=None, d_lse=None, window=None, blocks=None,
 ):
   """Cotangents of one layer, given the merged output and log-sum-exp.
 
@@ -271,6 +294,7 @@ def backward(
       cotangents are added at `layer`, in place; None spends nothing on them.
     d_lse: cotangent of the log-sum-exp, or None for zero.
     window: as in `forward`.
+    blocks: as in `forward`.
 
   Returns:
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
@@ -279,6 +303,7 @@ def backward(
   dq, dk, dv, accumulator = backward_rows(
       d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
       prefix, layer, prefix_length, accumulator=accumulator, window=window,
+      blocks=blocks,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
@@ -292,7 +317,7 @@ def row_delta(d_out, out, d_lse=None):
 
 def backward_rows(
     d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
-    *, accumulator=None, stripe=Stripe(), window=None,
+    *, accumulator=None, stripe=Stripe(), window=None, blocks=None,
 ):
   """`backward` from `row_delta`; queries may be those of all devices.
 
@@ -309,6 +334,7 @@ def backward_rows(
     accumulator: as in `backward`.
     stripe: which keys of the segment are here.
     window: as in `forward`.
+    blocks: as in `forward`.
 
   Returns:
     As `backward`, but dq in at least float32: what the keys that are here
@@ -318,7 +344,7 @@ def backward_rows(
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   size, lowest_N = _reach(window, q_KGRTD)
   dq, dk, dv = loops.segment_backward(
-      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, size
+      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, size, blocks
   )
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
