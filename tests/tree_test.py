@@ -308,6 +308,48 @@ def test_memory_is_that_of_one_path():
   assert programs[1].tokens > 2 * programs[0].tokens
 
 
+@pytest.mark.parametrize("step", ("open", "visit", "close", "stop"))
+def test_no_step_copies_the_state_or_its_cotangent(step):
+  """Compiled: temporaries do not follow the capacity of either."""
+  decoder, params = tiny.model(tiny.BASE)
+  tree = make()
+  mode = "stop" if step == "stop" else "exact"
+  task, program = tree_lib.plan(decoder, tree, br.LogProbs(), mode, SCHEDULE)
+  run = next(
+      run for kind, run in program.steps
+      if run.read and (kind == Kind.VISIT) == (step == "visit")
+  )
+
+  def temporaries(capacity):
+    held, now = jax.eval_shape(
+        lambda: tree_steps._empty(task, capacity, params)
+    )
+    grads, total, of_now = jax.eval_shape(
+        lambda: tree_steps._start(task, capacity, params)
+    )
+    args = (jax.ShapeDtypeStruct(run.tokens.shape, jnp.float32),)
+    lowered = {
+        "open": lambda: tree_steps._open.lower(
+            task, False, None, params, held, now, run
+        ),
+        "visit": lambda: tree_steps._visit.lower(
+            task, tiny.loss, params, grads, total, of_now, held, now, run, args
+        ),
+        "close": lambda: tree_steps._close.lower(
+            task, tiny.loss, True, params, grads, total, of_now, of_now, held,
+            now, run, None, args,
+        ),
+        "stop": lambda: tree_steps._open_and_visit.lower(
+            task, tiny.loss, params, grads, held, now, run, args
+        ),
+    }[step]()
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+  positions = 3 * 2048
+  state = 2 * 2 * tiny.BASE.num_kv_heads * tiny.BASE.head_dim * positions * 4
+  assert temporaries(4 * 2048) - temporaries(2048) <= state / 20
+
+
 def test_each_distinct_token_is_run_once():
   shape = (40, [(30, [(20, [(9, []), (8, [])]), (7, [])]), (31, [])])
   tree = make(shape)
