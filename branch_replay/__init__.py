@@ -46,6 +46,8 @@ from branch_replay.rollout.result import Rollout
 from branch_replay.rollout.sample import sample
 from branch_replay.schedule import Schedule
 from branch_replay.state import PrefixState
+from branch_replay.token_tree import Tree
+from branch_replay.token_tree import Turn
 from branch_replay.weights.gguf import load_gguf
 from branch_replay.weights.hf import load_hf
 from branch_replay.weights.hf import save_hf
@@ -67,6 +69,8 @@ __all__ = [
     "Rollout",
     "Sampling",
     "Schedule",
+    "Tree",
+    "Turn",
     "YarnScaling",
     "capture",
     "dense_log_probs",

@@ -19,7 +19,6 @@ docs/mathematics.md.
 
 import dataclasses
 from typing import Any
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -32,10 +31,12 @@ from branch_replay import config as config_lib
 from branch_replay import group as group_lib
 from branch_replay import layout as layout_lib
 from branch_replay import readout as readout_lib
+from branch_replay import rows as rows_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.mixers import sizes
 from branch_replay.models import decoder
+from branch_replay.ops import tiling
 from branch_replay.schedule import Schedule
 from branch_replay.schedule import check_mode
 
@@ -120,19 +121,6 @@ class Task:
     return self.schedule.policy(self.config, prefix, rows, held)
 
 
-class Branches(NamedTuple):
-  """Rows to run with autodiff, leading axis G.
-
-  A tail runs on its own inputs; in `full` a row is the whole sequence. The T
-  targets belong to the row's positions from a window on, which starts at 0 for
-  a tail and at the boundary token for a whole sequence.
-  """
-
-  tokens_GS: jax.Array
-  targets_GT: jax.Array
-  lengths_G: jax.Array
-
-
 def push_chunk(task: Task, params, state, index, *, keep: str | None = None):
   """Runs chunk `index` of `state.tokens` and appends it to the state.
 
@@ -197,26 +185,49 @@ def pop_chunk(
     context = context._replace(balance=segment.Balance(seeds, scale * real_GT))
   if kept is None:
     here = size // task.layout.devices
-    choices = state_lib.chosen(
+    context = context._replace(choices=state_lib.chosen(
         state, chunk.start, here, room // task.layout.devices
-    )
+    ))
+  popped = segment.Popped(chunk, scale)
+  return pull_back(
+      task, params, grads, accumulator, tokens, context, popped, kept
+  )
+
+
+def pull_back(
+    task: Task, params, grads, accumulator, tokens_GT, context, popped,
+    kept=None,
+):
+  """Pulls the accumulated cotangent of one segment back, in place.
+
+  Args:
+    task, params, grads, accumulator: as in `pop_chunk`.
+    tokens_GT: this device's tokens of the segment.
+    context: what it continued from.
+    popped: `segment.Popped`.
+    kept: what `segment.forward` kept; None runs it again.
+
+  Returns:
+    grads and accumulator.
+  """
+  if kept is None:
     _, _, kept = segment.forward(
         task.config, params["layers"],
-        segment.embed(task.config, params, tokens, task.layout),
-        context._replace(choices=choices),
-        layout=task.layout, keep=_segment_keep(task.schedule.activations),
+        segment.embed(task.config, params, tokens_GT, task.layout), context,
+        layout=task.layout,
+        keep=rows_lib.segment_keep(task.schedule.activations),
     )
   nothing_GTM = jnp.zeros(
-      (*tokens.shape, task.config.width), task.config.compute_dtype
+      (*tokens_GT.shape, task.config.width), task.config.compute_dtype
   )
   dx_GTM, layer_grads, accumulator = segment.backward(
       task.config, params["layers"], grads["layers"], kept,
       nothing_GTM, context, layout=task.layout, accumulator=accumulator,
-      popped=segment.Popped(chunk, scale),
+      popped=popped,
   )
   grads = grads | {"layers": layer_grads}
   grads = segment.embed_backward(
-      task.config, grads, tokens, dx_GTM, task.layout
+      task.config, grads, tokens_GT, dx_GTM, task.layout
   )
   return grads, accumulator
 
@@ -256,45 +267,24 @@ def visit_branches(
   outer = task.outer(params)
 
   def visit(carry, part):
-    grads, accumulator = carry
-    (rows, args), kept = part
-    context = context_of(rows)
+    (of_visit, args), kept = part
+    context = context_of(of_visit)
     if seeds is not None:
       real_GT = _real(task, state, context)
       context = context._replace(balance=segment.Balance(seeds, real_GT))
-    policy = task.schedule.activations
-    if kept is None:
-      kept = _run(task, params, rows, context, policy)
-    y_GSM, stages = kept
-    outputs, pull = _read(
-        task, outer, y_GSM, rows, window, segment.outer(grads)
+    *carry, outputs, extra = rows_lib.visit(
+        task, params, outer, *carry, of_visit, window, context, cotangent,
+        args, kept,
     )
-    d_outputs, extra = cotangent(outputs, *args)
-    d_outer, dy_GSM = pull(d_outputs)
-    d_outer = adapters.pick(
-        task.layout.reduce("", d_outer), segment.outer(grads)
-    )
-    dx_GSM, layer_grads, accumulator = segment.backward(
-        task.config, params["layers"], grads["layers"], stages, dy_GSM,
-        context, layout=task.layout, accumulator=accumulator,
-    )
-    grads = {"layers": layer_grads} | jax.tree.map(
-        lambda total, new: total + new.astype(total.dtype),
-        segment.outer(grads), d_outer,
-    )
-    tokens = task.layout.mine(rows.tokens_GS, 1)
-    grads = segment.embed_backward(
-        task.config, grads, tokens, dx_GSM, task.layout
-    )
-    return (grads, accumulator), (outputs, extra)
+    return tuple(carry), (outputs, extra)
 
-  parts = _split((branches, args), task.at_once(group.tails.shape[0]))
+  parts = rows_lib.split((branches, args), task.at_once(group.tails.shape[0]))
   parts = tuple(
       None if part is None else (part, of_part)
       for part, of_part in zip(parts, kept, strict=True)
   )
-  carry, (whole, rest) = _scan_parts(visit, (grads, accumulator), parts)
-  outputs = _join(whole[0], None if rest is None else rest[0])
+  carry, (whole, rest) = rows_lib.scan_parts(visit, (grads, accumulator), parts)
+  outputs = rows_lib.join(whole[0], None if rest is None else rest[0])
   return *carry, outputs, (whole[1], None if rest is None else rest[1])
 
 
@@ -317,14 +307,14 @@ def run_branches(task: Task, params, state, group, *, keep: bool):
 
   def run(_, rows):
     context = context_of(rows)
-    y_GSM, stages = _run(task, params, rows, context, policy)
-    outputs, _ = _read(task, outer, y_GSM, rows, window, outer)
+    y_GSM, stages = rows_lib.run(task, params, rows, context, policy)
+    outputs, _ = rows_lib.read(task, outer, y_GSM, rows, window, outer)
     return None, (outputs, (y_GSM, stages) if keep else None)
 
-  parts = _split(branches, task.at_once(group.tails.shape[0]))
-  _, (whole, rest) = _scan_parts(run, None, parts)
+  parts = rows_lib.split(branches, task.at_once(group.tails.shape[0]))
+  _, (whole, rest) = rows_lib.scan_parts(run, None, parts)
   rest = (None, None) if rest is None else rest
-  return _join(whole[0], rest[0]), (whole[1], rest[1])
+  return rows_lib.join(whole[0], rest[0]), (whole[1], rest[1])
 
 
 def count_choices(task: Task, params, state, group):
@@ -348,8 +338,8 @@ def count_choices(task: Task, params, state, group):
     real_GT = _real(task, state, context)
     return balance_lib.add(counts, present.choices, real_GT), None
 
-  parts = _split(branches, task.at_once(group.tails.shape[0]))
-  counts, _ = _scan_parts(run, balance_lib.zeros(config), parts)
+  parts = rows_lib.split(branches, task.at_once(group.tails.shape[0]))
+  counts, _ = rows_lib.scan_parts(run, balance_lib.zeros(config), parts)
   if task.prefix_gradient != "full":
     real_P = layout.positions(0, state.capacity) < state.length
     counts = balance_lib.add(
@@ -364,13 +354,6 @@ def zero_grads(params):
       lambda x: jnp.zeros(x.shape, config_lib.at_least_float32(x.dtype)),
       params,
   )
-
-
-def _segment_keep(policy: str | None) -> str | None:
-  """What a segment with autodiff keeps between its forward and backward."""
-  if policy is None:
-    return None
-  return "inputs" if policy == "recompute_layers" else "stages"
 
 
 def _chunk(task: Task, tokens, seen, index, size, length):
@@ -398,25 +381,28 @@ def _branches(task: Task, state, group):
   """The rows to run, where their outputs start, and each part's context."""
   if task.prefix_gradient == "full":
     window, first = group.prompt_length - 1, 0
-    tokens_GS = group.sequences()[:, :-1]
+    tokens_GS = group.rows()
     nothing = state_lib.empty(task.config, 0, devices=task.layout.devices)
     prefix = state_lib.seen(task.config, nothing.mixer)
   else:
     window, first = 0, state.length
     tokens_GS = group.inputs()
     prefix = state_lib.seen(task.config, state.mixer)
-  rows = Branches(
-      _pad_tokens(task, tokens_GS), group.tails, group.tail_lengths
+  rows = rows_lib.Rows(
+      rows_lib.pad_tokens(task, tokens_GS), group.tails, group.tail_lengths
   )
   layout = task.layout
 
   def context_of(rows):
     branches, tokens = rows.tokens_GS.shape
     positions_S = layout.positions(first, tokens)[None]
+    lengths_G, blocks = window + rows.lengths_G, None
+    if group.block is not None:
+      blocks = tiling.Blocks(group.block, window, lengths_G)
     return segment.Context(
         prefix, layout.here(first),
         jnp.broadcast_to(positions_S, (branches, positions_S.shape[1])),
-        window + rows.lengths_G,
+        lengths_G, blocks,
     )
 
   return rows, window, context_of
@@ -426,104 +412,3 @@ def _real(task: Task, state, context: segment.Context):
   """Which of this device's tokens of branches are no padding, bool[G, T]."""
   first = 0 if task.prefix_gradient == "full" else state.length
   return context.positions_GT < first + context.lengths_G[:, None]
-
-
-def _pad_tokens(task: Task, x_GT):
-  """Padding that deals the tokens evenly to the devices."""
-  return jnp.pad(x_GT, ((0, 0), (0, -x_GT.shape[1] % task.layout.devices)))
-
-
-def _run(task: Task, params, rows: Branches, context, policy):
-  """Output of the last layer, and what was kept of the layers."""
-  tokens = task.layout.mine(rows.tokens_GS, 1)
-  y_GSM, _, stages = segment.forward(
-      task.config, params["layers"],
-      segment.embed(task.config, params, tokens, task.layout), context,
-      layout=task.layout, keep=_segment_keep(policy),
-  )
-  return y_GSM, stages
-
-
-def _read(task: Task, outer, y_GSM, rows: Branches, window, trained):
-  """The readout of the rows' windows, 0 where a tail is padding.
-
-  Returns:
-    The outputs [G, T, ...] of all devices' tokens, and their pullback to
-    cotangents of `outer` and `y_GSM`. Collectives stand outside of what is
-    differentiated.
-  """
-  layout, tokens = task.layout, rows.targets_GT.shape[1]
-  targets_GT = _pad_tokens(task, rows.targets_GT)
-  whole = task.prefix_gradient == "full"
-  y_GTM = y_GSM
-  if whole:
-    y_GTM = layout.all(y_GSM, 1)
-    room = window, targets_GT.shape[1]
-    y_GTM = jnp.pad(y_GTM, ((0, 0), (0, layout.devices - 1), (0, 0)))
-    padded = y_GTM.shape
-    y_GTM = layout.mine(lax.dynamic_slice_in_dim(y_GTM, *room, axis=1), 1)
-  outputs, pull = jax.vjp(
-      lambda outer, y: readout_lib.chunked(
-          task.readout, task.model, outer, y, layout.mine(targets_GT, 1),
-          tokens=task.schedule.readout_tokens, layout=layout,
-      ),
-      segment.widened(outer, trained), y_GTM,
-  )
-  real_GT = jnp.arange(tokens)[None] < rows.lengths_G[:, None]
-
-  def mask(x):
-    real = real_GT.reshape(*real_GT.shape, *(1,) * (x.ndim - 2))
-    return jnp.where(real, x, jnp.zeros((), x.dtype))
-
-  def pullback(d_outputs):
-    d_outer, dy_GTM = pull(jax.tree.map(
-        lambda x: layout.mine(_pad_axis(mask(x), targets_GT.shape[1]), 1),
-        d_outputs,
-    ))
-    if not whole:
-      return d_outer, dy_GTM
-    dy_GSM = lax.dynamic_update_slice_in_dim(
-        jnp.zeros(padded, dy_GTM.dtype), layout.all(dy_GTM, 1), window, axis=1
-    )
-    sequence = y_GSM.shape[1] * layout.devices
-    return d_outer, layout.mine(dy_GSM[:, :sequence], 1)
-
-  outputs = jax.tree.map(
-      lambda x: mask(layout.all(x, 1)[:, :tokens]), outputs
-  )
-  return outputs, pullback
-
-
-def _pad_axis(x, tokens: int):
-  widths = [(0, 0)] * x.ndim
-  widths[1] = (0, tokens - x.shape[1])
-  return jnp.pad(x, widths)
-
-
-def _split(tree, at_once: int):
-  """(whole, rest): G rows as visits of `at_once`, and one of what is left."""
-  leaves = jax.tree.leaves(tree)
-  whole, left = divmod(leaves[0].shape[0], at_once)
-  cut = whole * at_once
-  visits = jax.tree.map(
-      lambda x: x[:cut].reshape(whole, at_once, *x.shape[1:]), tree
-  )
-  return visits, jax.tree.map(lambda x: x[cut:], tree) if left else None
-
-
-def _scan_parts(step, carry, parts):
-  """`step` over the whole visits and the smaller last one of `_split`."""
-  whole, rest = parts
-  carry, results = lax.scan(step, carry, whole)
-  if rest is None:
-    return carry, (results, None)
-  carry, last = step(carry, rest)
-  return carry, (results, last)
-
-
-def _join(whole, rest):
-  """Undoes `_split` on results with leading axes [visits, at_once]."""
-  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole)
-  if rest is None:
-    return flat
-  return jax.tree.map(lambda *x: jnp.concatenate(x), flat, rest)

@@ -132,3 +132,36 @@ def gradient(
   popped = {"stop": 0, "exact": 1, "sampled": share}[mode]
   prefix_pass = popped * there_and_back(prefix, 0, forwards)
   return round(forward(config, prefix, 0) + prefix_pass) + tails + head
+
+
+def runs(
+    config: config_lib.ModelConfig, shapes, *, mode: str, policy: str,
+    trainable: str = "all",
+) -> int:
+  """Operations of one `value_and_grad` of a tree, from the runs of its program.
+
+  Args:
+    config: geometry.
+    shapes: (rows, tokens, prefix, opened, read) of each run: whether it is of
+      an inner segment, and whether it has outputs.
+    mode: "full", "exact" or "stop".
+    policy, trainable: as in `gradient`.
+
+  Returns:
+    Floating-point operations, head included.
+  """
+  again = policy == "recompute_layers"
+  popped = {"keep": 0, "recompute": 1, "recompute_layers": 2}[policy]
+  head_passes = 4 if trainable == "all" else 3
+  total = 0
+  for rows, tokens, prefix, opened, read in shapes:
+    forwards, pulled = 1 + again, True
+    if opened and mode == "exact":
+      forwards = 1 + popped
+    elif opened and not read:  # "stop" has nothing to pull back
+      forwards, pulled = 1, False
+    there = forwards * forward(config, tokens, prefix)
+    back = pulled * _backward(config, tokens, prefix, trainable)
+    head = read * head_passes * 2 * config.vocab_size * config.width * tokens
+    total += rows * (there + back + head)
+  return total

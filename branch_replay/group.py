@@ -36,12 +36,20 @@ class Group:
     prompt_length: i32[] real tokens of the prompt, at least 1.
     tails: i32[G, T] ids of the answers, padded at the end.
     tail_lengths: i32[G] real tokens of each answer; 0 is allowed and neutral.
+    tail_inputs: i32[G, T] ids that the tails run on in place of `inputs`; None
+      where tails are autoregressive.
+    block: B, if the tails' tokens are in blocks of B, each of which sees itself
+      whole and all before; None if none sees a later one.
   """
 
   prompt: jax.Array
   prompt_length: jax.Array
   tails: jax.Array
   tail_lengths: jax.Array
+  tail_inputs: jax.Array | None = None
+  block: int | None = dataclasses.field(
+      default=None, metadata=dict(static=True)
+  )
 
   @classmethod
   def create(
@@ -51,6 +59,8 @@ class Group:
       *,
       config: config_lib.ModelConfig,
       branches: int | None = None,
+      block: int | None = None,
+      tail_inputs: Sequence[Sequence[int]] | None = None,
   ) -> "Group":
     """Checks ids and lengths and pads them to buckets.
 
@@ -59,13 +69,21 @@ class Group:
       tails: G answers of any lengths; an empty one is neutral.
       config: of the model they are for: vocabulary and position limit.
       branches: G to pad to with empty answers; None for no padding.
+      block: B, for tails that are not autoregressive: the hidden state at t,
+        which predicts tails[t], sees the inputs up to the end of t's block. So
+        what it is to predict must not be among them: see `tail_inputs`.
+      tail_inputs: ids that the tails run on, of the same lengths, with what is
+        to be predicted replaced by a mask's id, say; needs `block`. The first
+        stands where the prompt's last token stood. None for that token, then
+        the tail.
 
     Returns:
       The padded group.
 
     Raises:
-      ValueError: an empty prompt or group, an id outside the vocabulary, or
-        more positions than the model has.
+      ValueError: an empty prompt or group, an id outside the vocabulary, more
+        positions than the model has, a block of less than a token or for a
+        model with recurrent layers, or `tail_inputs` of other lengths.
 
     Example:
       >>> import branch_replay as br
@@ -78,6 +96,13 @@ class Group:
     """
     prompt = as_ids(prompt, "prompt")
     tails = [as_ids(tail, "tails") for tail in tails]
+    if tail_inputs is not None:
+      tail_inputs = [as_ids(tail, "tail_inputs") for tail in tail_inputs]
+      if [x.size for x in tail_inputs] != [x.size for x in tails]:
+        raise ValueError(
+            f"tail_inputs have {[x.size for x in tail_inputs]} tokens, the "
+            f"tails {[x.size for x in tails]}: each input has one target."
+        )
     if not tails:
       raise ValueError("A group needs at least one tail; got none.")
     if branches is not None:
@@ -86,13 +111,20 @@ class Group:
       tails += [np.zeros(0, np.int64)] * (branches - len(tails))
     lengths = np.array([len(tail) for tail in tails], np.int32)
     width = max(bucket(int(lengths.max())), 1)
-    padded = np.zeros((len(tails), width), np.int64)
-    for row, tail in zip(padded, tails, strict=True):
-      row[: len(tail)] = tail
+
+    def pad(rows):
+      padded = np.zeros((len(tails), width), np.int64)
+      for row, ids in zip(padded, rows, strict=False):  # padded `branches` too
+        row[: len(ids)] = ids
+      return padded
+
     length = prompt.size
     room = bucket(length - 1) + 1 if length else 0
     prompt = np.pad(prompt, (0, room - length))
-    group = cls(prompt, np.int32(length), padded, lengths)
+    group = cls(
+        prompt, np.int32(length), pad(tails), lengths,
+        None if tail_inputs is None else pad(tail_inputs), block,
+    )
     check(group, config)
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), group)
 
@@ -106,12 +138,28 @@ class Group:
     prompt = self.prompt[jnp.clip(at, 0, self.prompt.shape[0] - 1)]
     return jnp.where((from_tail < 0)[None], prompt[None], tail)
 
+  def rows(self):
+    """What whole sequences run on, i32[G, P + T]: the prefix, then `inputs`."""
+    if self.tail_inputs is None:
+      return self.sequences()[:, :-1]
+    at = jnp.arange(self.prompt.shape[0] - 1 + self.tails.shape[1])
+    from_tail = at - (self.prompt_length - 1)
+    tail = jnp.take(
+        self.tail_inputs, jnp.clip(from_tail, 0, self.tails.shape[1] - 1),
+        axis=1,
+    )
+    prompt = self.prompt[jnp.clip(at, 0, self.prompt.shape[0] - 1)]
+    return jnp.where((from_tail < 0)[None], prompt[None], tail)
+
   def inputs(self):
     """What each tail runs on, i32[G, T]: the boundary token, then the tail.
 
     The last prompt token predicts the first token of every branch, so it is
-    run with the branches and not with the prefix.
+    run with the branches and not with the prefix. `tail_inputs` stand in place
+    of both.
     """
+    if self.tail_inputs is not None:
+      return self.tail_inputs
     boundary = self.prompt[self.prompt_length - 1]
     first = jnp.full_like(self.tails[:, :1], boundary)
     return jnp.concatenate([first, self.tails[:, :-1]], axis=1)
@@ -145,6 +193,11 @@ def stack(groups: Sequence[Group]) -> Group:
         f"Groups of {sorted(branches)} branches: pad the smaller ones with "
         "empty tails, Group.create(..., branches=...)."
     )
+  if len({(x.block, x.tail_inputs is None) for x in groups}) > 1:
+    raise ValueError(
+        f"Groups of blocks {[group.block for group in groups]}, or some with "
+        "tail_inputs and some without: stack those that are alike."
+    )
   prompt = max(group.prompt.shape[-1] for group in groups)
   tail = max(group.tails.shape[-1] for group in groups)
 
@@ -156,6 +209,9 @@ def stack(groups: Sequence[Group]) -> Group:
           group,
           prompt=widen(group.prompt, prompt),
           tails=widen(group.tails, tail),
+          tail_inputs=None
+          if group.tail_inputs is None
+          else widen(group.tail_inputs, tail),
       )
       for group in groups
   ]
@@ -217,6 +273,7 @@ def check(group: Group, config: config_lib.ModelConfig):
     raise ValueError(f"A group of no branches: tails {group.tails.shape}.")
   if group.prompt.shape[-1] < 1:
     raise ValueError("Empty prompt: at least one token must precede a tail.")
+  _check_block(group, config)
   if not is_concrete(group):
     return
   lengths = np.asarray(group.prompt_length)
@@ -235,5 +292,23 @@ def check(group: Group, config: config_lib.ModelConfig):
     )
   check_tokens(group.prompt, config, "prompt")
   check_tokens(group.tails, config, "tails")
+  if group.tail_inputs is not None:
+    check_tokens(group.tail_inputs, config, "tail_inputs")
   tails = np.asarray(group.tail_lengths).max(axis=-1)
   check_positions(int((lengths + tails).max()), config)
+
+
+def _check_block(group: Group, config: config_lib.ModelConfig):
+  if group.block is None:
+    if group.tail_inputs is not None:
+      raise ValueError(
+          "tail_inputs are for tails that are not autoregressive: say block=."
+      )
+    return
+  if group.block < 1:
+    raise ValueError(f"block must be at least 1, not {group.block}.")
+  if config.recurrent:
+    raise ValueError(
+        f"block={group.block}: recurrent layers see no later token, so a model "
+        "with delta layers has no blocks. Use a model of attention layers."
+    )

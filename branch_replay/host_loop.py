@@ -188,6 +188,9 @@ class _Run:
           self._group,
           tails=self._group.tails[rows],
           tail_lengths=self._group.tail_lengths[rows],
+          tail_inputs=jax.tree.map(
+              lambda x, rows=rows: x[rows], self._group.tail_inputs
+          ),
       )
       grads, accumulator, output, value = self._done("branches", _visit(
           self._task, loss, self._params, grads, accumulator, self._state,

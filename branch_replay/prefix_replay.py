@@ -17,6 +17,7 @@ from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.chunk_sampling import Sampling
 from branch_replay.models import decoder
+from branch_replay.ops import attention_reference
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.schedule import Schedule
 
@@ -129,8 +130,15 @@ def dense_log_probs(
   """
   group_lib.check(group, model.config)
   prefix.check_single(group)
-  tokens_GS = group.sequences()
-  hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
+  attend = attention_reference.causal
+  if group.block is not None:
+    attend = functools.partial(
+        attend, block=group.block, start=group.prompt_length - 1,
+        lengths_G=group.prompt_length - 1 + group.tail_lengths,
+    )
+  hidden_GSM = model.apply(
+      {"params": params}, group.rows(), attend=attend, method="hidden"
+  )
   tokens = group.tails.shape[1]
   hidden_GTM = lax.dynamic_slice_in_dim(
       hidden_GSM, group.prompt_length - 1, tokens, axis=1

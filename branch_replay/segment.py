@@ -84,6 +84,7 @@ class Context(NamedTuple):
     choices: of experts that were made before, [L, 1, T, k] by stack, where one
       row is run again; None to choose.
     balance: `Balance`, for the backward pass; None without such a term.
+    blocks: `ops.tiling.Blocks` of tokens that see later ones, or None.
   """
 
   prefix: Any
@@ -92,6 +93,7 @@ class Context(NamedTuple):
   lengths_G: jax.Array | None = None
   choices: Any = None
   balance: Balance | None = None
+  blocks: Any = None
 
 
 class Popped(NamedTuple):

@@ -191,16 +191,21 @@ def push(
     present: `segment.Present` of the chunk.
     chunk: where it stands, `sizes.Chunk`.
   """
-  mixer = pattern.over(
-      config,
-      lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
-      state.mixer, present.mixer,
-  )
+  mixer = push_mixer(config, state.mixer, present, chunk)
   choices = jax.tree.map(
       lambda x, new: attention.push((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
   return dataclasses.replace(state, mixer=mixer, choices=choices)
+
+
+def push_mixer(config: config_lib.ModelConfig, mixer, present, chunk):
+  """`push` of the mixer state alone."""
+  return pattern.over(
+      config,
+      lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
+      mixer, present.mixer,
+  )
 
 
 def extend(

@@ -124,7 +124,7 @@ def attend(
   out, lse = layout.merge(*attention.forward(
       layout.all(q, 3), k, v, prefix, layer, prefix_length,
       context.lengths_G, stripe=layout.stripe(), window=window,
-      kernel=layout.kernel(q),
+      kernel=layout.kernel(q), blocks=context.blocks,
   ))
   return out.astype(q.dtype), (k, v), lse
 
@@ -178,7 +178,7 @@ def pull(
       layout.all(d_out, 3), layout.all(q, 3), k, v, layout.all(lse, 3),
       layout.all(delta, 3), prefix, layer, prefix_length,
       accumulator=accumulator, stripe=layout.stripe(), window=window,
-      kernel=layout.kernel(q),
+      kernel=layout.kernel(q), blocks=context.blocks,
   )
   dq = layout.sum_mine(dq, 3).astype(q.dtype)
   if d_present is not None:

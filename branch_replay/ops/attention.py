@@ -26,19 +26,30 @@ from branch_replay import config as config_lib
 from branch_replay.ops import attention_loops as loops
 from branch_replay.ops import attention_stretches as stretches
 from branch_replay.ops import kernels
+from branch_replay.ops import tiling
 from branch_replay.ops.attention_loops import merge
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attend(
-    window, kernel, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length,
+    window, kernel, block, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length,
     lengths_G,
 ):
   out, lse = forward(
       q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G,
       window=_window(window, q, prefix_length), kernel=kernel,
+      blocks=_blocks(block, q, lengths_G),
   )
   return out.astype(q.dtype), lse
+
+
+def _blocks(size, q_KGRTD, lengths_G):
+  """Blocks from the first token of every branch on, or None."""
+  if size is None:
+    return None
+  if lengths_G is None:
+    lengths_G = jnp.full(q_KGRTD.shape[1], q_KGRTD.shape[3], jnp.int32)
+  return tiling.Blocks(size, 0, jnp.asarray(lengths_G))
 
 
 def _window(size, q_KGRTD, prefix_length):
@@ -49,21 +60,24 @@ def _window(size, q_KGRTD, prefix_length):
   return Window(size, jnp.maximum(query_T - size + 1, 0))
 
 
-def _attend_forward(window, kernel, q, k, v, pk, pv, prefix_length, lengths_G):
-  out, lse = _attend(window, kernel, q, k, v, pk, pv, prefix_length, lengths_G)
+def _attend_forward(
+    window, kernel, block, q, k, v, pk, pv, prefix_length, lengths_G
+):
+  arguments = q, k, v, pk, pv, prefix_length, lengths_G
+  out, lse = _attend(window, kernel, block, *arguments)
   # The prefix is a residual by reference: replayed, never copied.
-  return (out, lse), (q, k, v, pk, pv, prefix_length, out, lse)
+  return (out, lse), (*arguments, out, lse)
 
 
-def _attend_backward(window, kernel, residuals, cotangents):
-  q, k, v, pk, pv, prefix_length, out, lse = residuals
+def _attend_backward(window, kernel, block, residuals, cotangents):
+  q, k, v, pk, pv, prefix_length, lengths_G, out, lse = residuals
   d_out, d_lse = cotangents
   wide = config_lib.at_least_float32(q.dtype)
   zeros = (jnp.zeros(pk.shape, wide), jnp.zeros(pv.shape, wide))
   dq, dk, dv, (dpk, dpv) = backward(
       d_out, q, k, v, out, lse, (pk, pv), 0, prefix_length,
       accumulator=zeros, d_lse=d_lse, window=_window(window, q, prefix_length),
-      kernel=kernel,
+      kernel=kernel, blocks=_blocks(block, q, lengths_G),
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
@@ -85,6 +99,7 @@ def replay_attention(
     lengths_G=None,
     window=None,
     implementation: kernels.Name = "auto",
+    block=None,
 ):
   """Attention of G branches to a shared prefix and, causally, to themselves.
 
@@ -107,7 +122,11 @@ def replay_attention(
     window: W, so that the query at position i sees the keys at j with
       i − j < W, where tails stand at `prefix_length` and after; static. None
       to see all keys before.
-    implementation: see `kernels`; with a window it is always the loops.
+    implementation: see `kernels`; with a window or blocks it is always the
+      loops.
+    block: B, so that a branch's tokens are in blocks of B, each of which sees
+      itself whole and all before: the query at t the keys at s with
+      ⌊s/B⌋ ≤ ⌊t/B⌋, of those that are real; static. None is causal.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
@@ -126,7 +145,7 @@ def replay_attention(
       implementation, kernels.platform(), q_KGRTD.dtype, head_dim
   )
   return _attend(
-      window, kernel, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None],
+      window, kernel, block, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None],
       prefix_v_KPD[None], prefix_length, lengths_G,
   )
 
@@ -166,7 +185,7 @@ def _reach(window, q_KGRTD):
 
 def forward(
     q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
-    *, stripe=Stripe(), window=None, kernel=None,
+    *, stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
   """Output and merged log-sum-exp of one layer; see `replay_attention`.
 
@@ -181,15 +200,18 @@ def forward(
     stripe: which keys of the segment are here.
     window: `Window`, or None to see all keys before.
     kernel: `kernels.Kernel`; None for the loops, which layers with a window
-      always run.
+      or blocks always run.
+    blocks: `tiling.Blocks`, or None to see no key after.
 
   Returns:
     out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
   """
   size, lowest_N = _reach(window, q_KGRTD)
-  by_loops = kernel is None or window is not None
+  by_loops = kernel is None or window is not None or blocks is not None
   if by_loops:
-    out, lse = loops.segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, size)
+    out, lse = loops.segment_forward(
+        q_KGRTD, k_KGSD, v_KGSD, stripe, size, blocks
+    )
   else:
     out, lse = stretches.segment_forward(
         kernel, q_KGRTD, k_KGSD, v_KGSD, stripe
@@ -259,7 +281,7 @@ def decode(
 
 def backward(
     d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
-    *, accumulator=None, d_lse=None, window=None, kernel=None,
+    *, accumulator=None, d_lse=None, window=None, kernel=None, blocks=None,
 ):
   """Cotangents of one layer, given the merged output and log-sum-exp.
 
@@ -278,6 +300,7 @@ def backward(
     d_lse: cotangent of the log-sum-exp, or None for zero.
     window: as in `forward`.
     kernel: as in `forward`.
+    blocks: as in `forward`.
 
   Returns:
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
@@ -286,7 +309,7 @@ def backward(
   dq, dk, dv, accumulator = backward_rows(
       d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
       prefix, layer, prefix_length, accumulator=accumulator, window=window,
-      kernel=kernel,
+      kernel=kernel, blocks=blocks,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
@@ -300,7 +323,7 @@ def row_delta(d_out, out, d_lse=None):
 
 def backward_rows(
     d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
-    *, accumulator=None, stripe=Stripe(), window=None, kernel=None,
+    *, accumulator=None, stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
   """`backward` from `row_delta`; queries may be those of all devices.
 
@@ -318,6 +341,7 @@ def backward_rows(
     stripe: which keys of the segment are here.
     window: as in `forward`.
     kernel: as in `forward`.
+    blocks: as in `forward`.
 
   Returns:
     As `backward`, but dq in at least float32: what the keys that are here
@@ -326,10 +350,10 @@ def backward_rows(
   # exp(score − ∞) = 0: a row that saw nothing sends nothing.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   size, lowest_N = _reach(window, q_KGRTD)
-  by_loops = kernel is None or window is not None
+  by_loops = kernel is None or window is not None or blocks is not None
   segment = d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
   if by_loops:
-    dq, dk, dv = loops.segment_backward(*segment, size)
+    dq, dk, dv = loops.segment_backward(*segment, size, blocks)
   else:
     dq, dk, dv = stretches.segment_backward(kernel, *segment)
   if prefix[0].shape[2]:

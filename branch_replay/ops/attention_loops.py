@@ -279,10 +279,13 @@ def prefix_backward(
   return dq_KND[:, :rows], accumulator
 
 
-def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, window=None):
+def segment_forward(
+    q_KGRTD, k_KGSD, v_KGSD, stripe, window=None, blocks=None
+):
   """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves.
 
-  With a window W, to no key W or more positions before.
+  With a window W, to no key W or more positions before. With `tiling.Blocks`,
+  to all of their own block.
   """
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
@@ -301,12 +304,12 @@ def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, window=None):
       at = head, branch, j * grid.column
       k_BD = tiling.read(k_KGSD, at, grid.column)
       v_BD = tiling.read(v_KGSD, at, grid.column)
-      seen = grid.seen(i, j, stripe.offset, window)
+      seen = grid.seen(i, j, stripe.offset, window, blocks, branch)
       return _softmax_tile(carry, q_ND, k_BD, v_BD, seen)
 
     carry = _empty_softmax(q_ND.shape[0], head_dim, dtype)
     out, lse = normalized(
-        *lax.fori_loop(*grid.columns(i, window), tile, carry)
+        *lax.fori_loop(*grid.columns(i, window, blocks), tile, carry)
     )
     return (
         grid.write_rows(outputs[0], head, branch, i, out),
@@ -321,7 +324,8 @@ def segment_forward(q_KGRTD, k_KGSD, v_KGSD, stripe, window=None):
 
 
 def segment_backward(
-    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, window=None
+    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, window=None,
+    blocks=None,
 ):
   """(dq, dk, dv) of the segment part, from the merged lse and delta."""
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
@@ -351,7 +355,7 @@ def segment_backward(
       where = head, branch, i
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
           *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
-          k_BD, v_BD, grid.seen(i, j, stripe.offset, window),
+          k_BD, v_BD, grid.seen(i, j, stripe.offset, window, blocks, branch),
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
@@ -359,7 +363,7 @@ def segment_backward(
 
     zeros = jnp.zeros((head_dim, grid.column), dtype)
     dq, dk_DB, dv_DB = lax.fori_loop(
-        *grid.visible_to(j, window), tile, (dq, zeros, zeros)
+        *grid.visible_to(j, window, blocks), tile, (dq, zeros, zeros)
     )
     return dq, tiling.write(dk, at, dk_DB.T), tiling.write(dv, at, dv_DB.T)
 

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 
 
-def causal(q_KGRTD, k_KGTD, v_KGTD, *, window=None):
+def causal(
+    q_KGRTD, k_KGTD, v_KGTD, *, window=None, block=None, start=0,
+    lengths_G=None,
+):
   """Causal grouped-query attention of whole sequences.
 
   Args:
@@ -19,6 +22,10 @@ def causal(q_KGRTD, k_KGTD, v_KGTD, *, window=None):
     k_KGTD: keys.
     v_KGTD: values.
     window: W, to see no key W or more positions before; None to see all.
+    block: B, so that the tokens from `start` on are in blocks that see
+      themselves whole; None is causal.
+    start: i32 scalar.
+    lengths_G: i32, real tokens of each sequence; None means all.
 
   Returns:
     out_KGRTD in the dtype of the queries.
@@ -26,7 +33,8 @@ def causal(q_KGRTD, k_KGTD, v_KGTD, *, window=None):
   heads, _, _, _, head_dim = q_KGRTD.shape
   nothing_KPD = jnp.zeros((heads, 0, head_dim), k_KGTD.dtype)
   out_KGRTD, _ = replay_attention(
-      q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0, window=window
+      q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0, window=window,
+      block=block, start=start, lengths_G=lengths_G,
   )
   return out_KGRTD
 
@@ -41,8 +49,13 @@ def replay_attention(
     *,
     lengths_G=None,
     window=None,
+    block=None,
+    start=0,
 ):
-  """Reference of `attention.replay_attention`: same arguments, same result."""
+  """Reference of `attention.replay_attention`: same arguments, same result.
+
+  Blocks may begin at a token after the first, `start`.
+  """
   chex.assert_rank([q_KGRTD, k_KGTD, prefix_k_KPD], [5, 4, 3])
   branches, tokens, positions = (
       k_KGTD.shape[1], k_KGTD.shape[2], prefix_k_KPD.shape[1],
@@ -57,10 +70,18 @@ def replay_attention(
   )
   seen_P = jnp.arange(positions) < prefix_length
   query_T = jnp.arange(tokens)[:, None]
-  seen_TS = jnp.arange(tokens)[None, :] <= query_T
+  key_S = jnp.arange(tokens)[None, :]
+  seen_TS = key_S <= query_T
+  if block is not None:
+    of_query, of_key = (query_T - start) // block, (key_S - start) // block
+    seen_TS |= (key_S >= start) & (of_key <= of_query)
   seen = jnp.concatenate(
       [jnp.broadcast_to(seen_P, (tokens, positions)), seen_TS], axis=-1
   )[None]
+  if block is not None and lengths_G is not None:
+    real_GS = key_S < lengths_G[:, None]
+    real_GP = jnp.ones((branches, positions), bool)
+    seen = seen & jnp.concatenate([real_GP, real_GS], axis=-1)[:, None]
   if window is not None:
     at = jnp.concatenate(
         [jnp.arange(positions), prefix_length + jnp.arange(tokens)]

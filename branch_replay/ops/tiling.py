@@ -5,6 +5,7 @@
 import math
 from typing import NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -142,6 +143,32 @@ class Columns:
     )
 
 
+class Blocks(NamedTuple):
+  """Blocks of a segment that see themselves whole, and all before.
+
+  Attributes:
+    size: B, tokens of a block.
+    start: i32, the first token of the first block; those before are causal.
+    lengths_G: i32, real tokens of each branch; a block does not see the others.
+  """
+
+  size: int
+  start: jax.Array | int
+  lengths_G: jax.Array
+
+  def last(self, query):
+    """The last token that a query sees."""
+    block = (query - self.start) // self.size + 1
+    return jnp.where(
+        query < self.start, query, self.start + block * self.size - 1
+    )
+
+  def first(self, key):
+    """The first query that sees a token."""
+    block = (key - self.start) // self.size
+    return jnp.where(key < self.start, key, self.start + block * self.size)
+
+
 class Causal(NamedTuple):
   """The lower triangle of a segment's scores, cut into tiles by `causal`.
 
@@ -174,27 +201,36 @@ class Causal(NamedTuple):
     head = index // (branches * self.row_count)
     return head, index // self.row_count % branches, index % self.row_count
 
-  def seen(self, i, j, offset=0, window=None):
+  def seen(self, i, j, offset=0, window=None, blocks=None, branch=0):
     """[R·row, column]: which keys of tile j the rows of tile i may see."""
     query = i * self.row + jnp.arange(self.row)
     key = j * self.column + jnp.arange(self.column)
     key = key * self.stride + offset
-    seen = key[None, :] <= query[:, None]
+    last = query if blocks is None else blocks.last(query)
+    seen = key[None, :] <= last[:, None]
+    if blocks is not None:
+      seen &= key[None, :] < blocks.lengths_G[branch]
     if window is not None:
       seen &= query[:, None] - key[None, :] < window
     return jnp.tile(seen, (self.repeats, 1))
 
-  def columns(self, i, window=None):
+  def columns(self, i, window=None, blocks=None):
     """(first, end) of the column tiles that row tile i sees keys of."""
     end = i // self.rows_per_column + 1  # stops at the diagonal
+    if blocks is not None:
+      tokens = self.row * self.rows_per_column
+      last = blocks.last((i + 1) * self.row - 1)
+      end = jnp.minimum(last, self.padded - 1) // tokens + 1
     if window is None:
       return 0, end
     lowest = jnp.maximum(i * self.row - window + 1, 0)
     return lowest // (self.row * self.rows_per_column), end
 
-  def visible_to(self, j, window=None):
+  def visible_to(self, j, window=None, blocks=None):
     """(first, end) of the row tiles that see keys of column tile j."""
     first = j * self.rows_per_column  # rows above the diagonal see nothing
+    if blocks is not None:
+      first = blocks.first(first * self.row) // self.row
     if window is None:
       return first, self.row_count
     highest = (j + 1) * self.row * self.rows_per_column + window - 2

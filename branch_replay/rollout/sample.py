@@ -80,6 +80,11 @@ def sample(
       positions than the model has, or drafts without a drafter.
   """
   config = model.config
+  if isinstance(prompt, group_lib.Group):
+    raise ValueError(
+        "sample draws token by token after a prompt's ids; it takes no Group, "
+        f"and no tails in blocks (block={prompt.block})."
+    )
   if branches < 1 or max_tokens < 1:
     raise ValueError(
         f"branches={branches} and max_tokens={max_tokens} must be at least 1."

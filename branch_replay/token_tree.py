@@ -1,0 +1,344 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A tree of sequences that begin alike, as parallel arrays.
+
+Every token that sequences share is there once. A segment is a stretch of tokens
+that no sequence leaves; it has a parent, and the sequences end at leaves. A
+group is the tree of a root and its leaves.
+
+A tree is data of the host: its arrays are numpy's, and what is computed over it
+is scheduled from their values.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from branch_replay import config as config_lib
+from branch_replay import group as group_lib
+
+ROOT = 0
+NO_PARENT = -1  # of the root
+NOWHERE = -1  # in place of a token that is not there
+
+
+class Turn(NamedTuple):
+  """A stretch of an episode by one speaker.
+
+  Attributes:
+    tokens: ids.
+    trained: whether they carry loss: an agent's do, observations do not.
+  """
+
+  tokens: Sequence[int]
+  trained: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tree:
+  """Segments in depth-first order, a parent before its children.
+
+  Attributes:
+    tokens: i32[N] ids of all segments, one after the other, padded.
+    trained: bool[N], which of them carry loss; never the first, which nothing
+      predicts, nor padding.
+    parents: i64, the parent of every segment; `NO_PARENT` of the root.
+    lengths: i64, tokens of every segment; a leaf may have none.
+    leaves: i64[G], the segment that each sequence ends with.
+  """
+
+  tokens: np.ndarray
+  trained: np.ndarray
+  parents: np.ndarray
+  lengths: np.ndarray
+  leaves: np.ndarray
+
+  @classmethod
+  def from_sequences(
+      cls,
+      sequences: Sequence[Sequence[int]],
+      *,
+      config: config_lib.ModelConfig,
+      trained: Sequence[Sequence[bool]] | None = None,
+  ) -> "Tree":
+    """The tree of the longest beginnings that sequences share.
+
+    Args:
+      sequences: G sequences of ids, which begin with the same token.
+      config: of the model they are for: vocabulary and position limit.
+      trained: which tokens of each carry loss; None for all but the first.
+        Tokens are shared where they are alike in this too.
+
+    Returns:
+      The tree, its tokens padded to a bucket.
+
+    Raises:
+      ValueError: no sequence, an empty one, an id outside the vocabulary, more
+        positions than the model has, masks of other lengths, a first token
+        that is trained, or sequences that begin differently.
+    """
+    sequences = [group_lib.as_ids(ids, "sequences") for ids in sequences]
+    if not sequences or not all(ids.size for ids in sequences):
+      raise ValueError("A tree needs sequences of at least one token each.")
+    if trained is None:
+      trained = [np.arange(ids.size) > 0 for ids in sequences]
+    return _grow(sequences, trained, [()] * len(sequences), config)
+
+  @classmethod
+  def from_turns(
+      cls,
+      episodes: Sequence[Sequence[Turn]],
+      *,
+      config: config_lib.ModelConfig,
+  ) -> "Tree":
+    """The tree of episodes of an agent, cut where turns end.
+
+    Observations are then segments of their own, of which nothing is read.
+
+    Args:
+      episodes: the turns of each, the first of which is not trained.
+      config: as in `from_sequences`.
+
+    Returns:
+      The tree.
+
+    Raises:
+      ValueError: see `from_sequences`.
+    """
+    sequences, trained, ends = [], [], []
+    for turns in episodes:
+      of_turns = [group_lib.as_ids(turn.tokens, "turns") for turn in turns]
+      if not sum(ids.size for ids in of_turns):
+        raise ValueError("An episode of no tokens.")
+      sequences.append(np.concatenate(of_turns))
+      trained.append(np.concatenate([
+          np.full(ids.size, turn.trained)
+          for ids, turn in zip(of_turns, turns, strict=True)
+      ]))
+      ends.append(np.cumsum([ids.size for ids in of_turns]).tolist())
+    if not sequences:
+      raise ValueError("A tree needs at least one episode; got none.")
+    return _grow(sequences, trained, ends, config)
+
+  @functools.cached_property
+  def starts(self) -> np.ndarray:
+    """i64, where the tokens of every segment begin in `tokens`."""
+    return np.cumsum(self.lengths) - self.lengths
+
+  @functools.cached_property
+  def positions(self) -> np.ndarray:
+    """i64, the position of every segment's first token in its sequences."""
+    positions = np.zeros_like(self.lengths)
+    for segment in range(1, len(self.parents)):
+      parent = self.parents[segment]
+      positions[segment] = positions[parent] + self.lengths[parent]
+    return positions
+
+  @functools.cached_property
+  def children(self) -> list[list[int]]:
+    """The segments below each."""
+    children = [[] for _ in self.parents]
+    for segment in range(1, len(self.parents)):
+      children[self.parents[segment]].append(segment)
+    return children
+
+  @functools.cached_property
+  def paths(self) -> np.ndarray:
+    """i32[G, S], where the tokens of each sequence are in `tokens`.
+
+    `NOWHERE` where it is padding; S is a bucket.
+    """
+    ends = (self.positions + self.lengths)[self.leaves]
+    paths = np.full(
+        (len(self.leaves), group_lib.bucket(int(ends.max()))), NOWHERE, np.int32
+    )
+    for row, leaf, end in zip(paths, self.leaves, ends, strict=True):
+      row[:end] = self.places(leaf, 0, end)
+    return paths
+
+  def places(self, segment: int, first: int, end: int) -> np.ndarray:
+    """Where in `tokens` the positions [first, end) of a path are.
+
+    Args:
+      segment: the last of the path.
+      first: position.
+      end: position, at most the segment's end.
+    """
+    pieces = []
+    while first < end:
+      at = self.positions[segment]
+      if end > at:
+        places = np.arange(max(first, at), end) + self.starts[segment] - at
+        pieces.append(places)
+        end = at
+      segment = self.parents[segment]
+    return np.concatenate([np.zeros(0, np.int64), *reversed(pieces)])
+
+  def sequences(self) -> np.ndarray:
+    """The ids of each sequence, i32[G, S], 0 where it is padding."""
+    return np.where(self.paths < 0, 0, self.tokens[self.paths])
+
+  def mask(self) -> np.ndarray:
+    """bool[G, S]: which tokens of each sequence carry loss."""
+    return (self.paths >= 0) & self.trained[self.paths]
+
+  def by_leaf(self, x_N):
+    """What belongs to the tokens, seen from each leaf.
+
+    The cotangent of a token that k sequences share is the sum of k.
+
+    Args:
+      x_N: [N, ...], one a token.
+
+    Returns:
+      [G, S, ...], 0 where a sequence is padding.
+    """
+    return take(jnp.asarray(x_N), self.paths)
+
+  def sum_over_leaves(self, x_GS):
+    """What belongs to sequences, summed where they share a token.
+
+    The transpose of `by_leaf`. Weights of a loss that is linear in the tokens'
+    log-probs become weights of the tokens.
+
+    Args:
+      x_GS: [G, S, ...].
+
+    Returns:
+      [N, ...], 0 where `tokens` is padding.
+    """
+    x_GS = jnp.asarray(x_GS)
+    size = self.tokens.shape[0]
+    at = np.where(self.paths < 0, size, self.paths)
+    zeros = jnp.zeros((size, *x_GS.shape[2:]), x_GS.dtype)
+    return zeros.at[at].add(x_GS, mode="drop")
+
+  @property
+  def is_group(self) -> bool:
+    """Whether it is a prompt without loss and answers that all carry it."""
+    prompt = self.lengths[ROOT]
+    used = int(self.lengths.sum())
+    return bool(
+        len(self.parents) > 1
+        and (self.parents[1:] == ROOT).all()
+        and not self.trained[:prompt].any()
+        and self.trained[prompt:used].all()
+    )
+
+
+def take(x_N, index):
+  """x[index], 0 where the index is `NOWHERE`."""
+  found = x_N[jnp.maximum(index, 0)]
+  there = jnp.asarray(index >= 0).reshape(
+      *index.shape, *(1,) * (found.ndim - index.ndim)
+  )
+  return jnp.where(there, found, jnp.zeros((), found.dtype))
+
+
+def check(tree: Tree, config: config_lib.ModelConfig):
+  """Raises ValueError for a tree that no model could be run on."""
+  if not isinstance(tree, Tree):
+    raise ValueError(
+        f"Expected a Tree, not {type(tree).__name__}: a tree is data of the "
+        "host and cannot be an argument of a function under jit."
+    )
+  order = np.arange(len(tree.parents))
+  if tree.parents[ROOT] != NO_PARENT or (
+      (tree.parents[1:] < 0) | (tree.parents[1:] >= order[1:])
+  ).any():
+    raise ValueError(
+        f"parents={tree.parents.tolist()}: the first segment is the root, of "
+        f"parent {NO_PARENT}, and every other comes after its parent."
+    )
+  if len(tree.lengths) != len(order) or (tree.lengths < 0).any() or (
+      tree.lengths[ROOT] < 1
+  ):
+    raise ValueError(
+        f"lengths={tree.lengths.tolist()} of {len(order)} segments, of which "
+        "the root has at least one token."
+    )
+  used = int(tree.lengths.sum())
+  if not used <= tree.tokens.size == tree.trained.size:
+    raise ValueError(
+        f"{tree.tokens.size} tokens, {tree.trained.size} of them marked, for "
+        f"segments of {used}."
+    )
+  if tree.trained[0] or tree.trained[used:].any():
+    raise ValueError(
+        "trained marks the first token of the root, which nothing predicts, or "
+        "padding: neither can carry loss."
+    )
+  childless = [s for s in order if not tree.children[s]]
+  if sorted(set(tree.leaves.tolist())) != childless:
+    raise ValueError(
+        f"leaves={tree.leaves.tolist()} must name each segment that has no "
+        f"children: {childless}."
+    )
+  group_lib.check_tokens(tree.tokens[:used], config, "tree")
+  group_lib.check_positions(
+      int((tree.positions + tree.lengths).max()), config
+  )
+
+
+def _shared(keys, ids, start: int) -> int:
+  """Where sequences that agree up to `start` stop to."""
+  first, end = keys[ids[0]], keys[ids[0]].size
+  for other in (keys[i] for i in ids[1:]):
+    end = min(end, other.size)
+    different = np.flatnonzero(first[start:end] != other[start:end])
+    if different.size:
+      end = start + int(different[0])
+  return end
+
+
+def _grow(sequences, trained, ends, config) -> Tree:
+  """The tree of some sequences, cut at `ends` too."""
+  trained = [np.asarray(mask, bool) for mask in trained]
+  if [mask.shape for mask in trained] != [ids.shape for ids in sequences]:
+    raise ValueError(
+        f"trained has masks of shapes {[mask.shape for mask in trained]} for "
+        f"sequences of {[ids.shape for ids in sequences]}."
+    )
+  keys = [
+      2 * ids + mask for ids, mask in zip(sequences, trained, strict=True)
+  ]
+  if len({int(key[0]) for key in keys}) > 1:
+    raise ValueError(
+        "The sequences begin with different tokens, so that they share "
+        "nothing: make a tree of each."
+    )
+  parents, pieces, leaves = [], [], [NOWHERE] * len(keys)
+  waiting = [(NO_PARENT, list(range(len(keys))), 0)]
+  while waiting:
+    parent, ids, start = waiting.pop()
+    end = _shared(keys, ids, start)
+    cuts = sorted({x for i in ids for x in ends[i] if start < x < end})
+    for low, high in zip([start, *cuts], [*cuts, end], strict=True):
+      parents.append(parent)
+      pieces.append((ids[0], low, high))
+      parent = len(parents) - 1
+    if len(ids) == 1:
+      leaves[ids[0]] = parent
+      continue
+    below = {}
+    for i in ids:  # those that end here are leaves of no tokens
+      key = int(keys[i][end]) if keys[i].size > end else (i,)
+      below.setdefault(key, []).append(i)
+    waiting += [(parent, of_key, end) for of_key in reversed(below.values())]
+  used = sum(high - low for _, low, high in pieces)
+  room = (0, group_lib.bucket(used) - used)
+  tokens, marks = (
+      np.concatenate([of[i][low:high] for i, low, high in pieces])
+      for of in (sequences, trained)
+  )
+  tree = Tree(
+      np.pad(tokens, room).astype(np.int32), np.pad(marks, room),
+      np.array(parents), np.array([high - low for _, low, high in pieces]),
+      np.array(leaves),
+  )
+  check(tree, config)
+  return tree

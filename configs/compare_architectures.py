@@ -1,0 +1,29 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every pattern of layers on one tree: full against exact and stop.
+
+Claim: `exact` equals the full gradient for full attention, sliding windows,
+latent attention, the gated delta rule and mixtures of them, on a tree of depth
+4, at 0.8 or more of the ratio of tokens.
+
+  python -m experiments.compare_trees --config=configs/compare_architectures.py
+
+Cost: an estimate, ten to twenty minutes and 3 GB of memory on two quiet cores.
+"""
+
+import ml_collections
+
+from configs import compare_trees
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = compare_trees.get_config()
+  config.update({
+      "architectures": (
+          "full", "sliding", "sliding and full", "latent", "delta",
+          "delta and full",
+      ),
+      "trees": ("agent",),
+      "layers": 4,
+  })
+  return config
