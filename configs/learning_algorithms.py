@@ -9,8 +9,7 @@ sequences.
 
   python -m experiments.learning_curves --config=configs/learning_algorithms.py
 
-Not run in full yet. Estimated cost:
-half an hour on two cores; may be interrupted and started again.
+Cost: half an hour on one core; may be interrupted and started again.
 """
 
 import ml_collections

@@ -9,8 +9,8 @@ one that goes on learning. The tuner picks every draft length.
 
   python -m experiments.learning_curves --config=configs/learning_drafts.py
 
-Not run in full yet. Estimated cost: half an hour on two cores; may be
-interrupted and started again.
+Cost: a quarter of an hour on one core; may be interrupted and started
+again.
 """
 
 import ml_collections
