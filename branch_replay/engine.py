@@ -402,7 +402,7 @@ def _branches(task: Task, state, group):
     return segment.Context(
         prefix, layout.here(first),
         jnp.broadcast_to(positions_S, (branches, positions_S.shape[1])),
-        lengths_G, blocks,
+        lengths_G, blocks=blocks,
     )
 
   return rows, window, context_of

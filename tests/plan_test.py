@@ -107,11 +107,11 @@ def test_the_published_shape_as_one_object():
 
 
 def test_presets_are_what_their_files_say(tmp_path):
-  # Parameters as published: 8.2, 4.0, 0.6, 8.0, 7.6, 0.135 and 27 billion.
+  # As published: 8.2, 4.0, 0.6, 8.0, 7.6, 0.135, 27 and 30.5 billion parameters.
   counts = {
       "qwen3-8b": 8.19, "qwen3-4b": 4.02, "qwen3-0.6b": 0.596,
       "llama-3.1-8b": 8.03, "qwen2.5-7b": 7.62, "smollm2-135m": 0.1345,
-      "qwen3.5-27b": 26.9,
+      "qwen3.5-27b": 26.9, "qwen3-30b-a3b": 30.5,
   }
   assert set(counts) == set(presets.PRESETS)
   for name, billions in counts.items():

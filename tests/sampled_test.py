@@ -99,7 +99,7 @@ def test_the_mean_over_all_masks_shows_a_missing_weight(x64, monkeypatch):
   pop = engine.pop_chunk
   monkeypatch.setattr(
       engine, "pop_chunk",
-      lambda *args: pop(*args[:-1], 1.0),  # the last argument is the scale
+      lambda *args: pop(*args[:7], 1.0, *args[8:]),  # args[7] is the scale
   )
   mean, _, _ = mean_over_masks(prepared(LAWS["uniform"]))
   assert tiny.worst(mean, exact_gradient()) > 0.05

@@ -427,8 +427,13 @@ def test_names_cover_every_parameter():
       latent=config_lib.LatentAttention(12, 8, 4, 10, query_rank=9),
       output_gate=True, post_norms=True,
   )
-  names = layout.slots(every, layout.HF_NAMES)
-  templates = {re.sub(r"layers\.\d", "layers.{}", name) for name in names}
+  names = {
+      *layout.slots(every, layout.HF_NAMES),
+      *layout.slots(MOE, layout.HF_NAMES),
+  }
+  templates = {
+      re.sub(r"(layers|experts)\.\d", r"\1.{}", name) for name in names
+  }
   assert templates == set(layout.HF_NAMES.values())
   with pytest.raises(ValueError, match="output_gate.* has no place in files"):
     layout.slots(
