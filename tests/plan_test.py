@@ -107,7 +107,7 @@ def test_the_published_shape_as_one_object():
 
 
 def test_presets_are_what_their_files_say(tmp_path):
-  # As published: 8.2, 4.0, 0.6, 8.0, 7.6, 0.135, 27 and 30.5 billion parameters.
+  # Billions of parameters as published.
   counts = {
       "qwen3-8b": 8.19, "qwen3-4b": 4.02, "qwen3-0.6b": 0.596,
       "llama-3.1-8b": 8.03, "qwen2.5-7b": 7.62, "smollm2-135m": 0.1345,
