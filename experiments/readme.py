@@ -14,6 +14,7 @@ import statistics
 
 from absl import app
 
+from experiments import compare_trees
 from experiments import prose
 from experiments import training_tables
 
@@ -260,6 +261,7 @@ _FORMS = {
     "bias_sweep.overall": over_shapes,
     "bias_training": training,
     "adapting": training_tables.adapted,
+    "compare_trees": compare_trees.table,
     "bench_rollout": training_tables.rollouts,
     "learning_algorithms": training_tables.curves,
     "learning_drafts": training_tables.curves,
@@ -296,7 +298,7 @@ def render(text: str) -> str:
 
 PAGES = (
     "README.md", "docs/planning.md", "docs/bias.md", "docs/training.md",
-    "docs/rollouts.md",
+    "docs/rollouts.md", "docs/mathematics.md",
 )
 
 
