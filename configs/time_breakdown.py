@@ -7,7 +7,7 @@ tokens; capture, rollout, replay, prefix pass and optimizer, each alone.
 
   python -m experiments.time_breakdown --config=configs/time_breakdown.py
 
-Cost: some ten minutes and 12 GB of memory on two cores that do nothing else.
+Cost: twelve minutes on two cores that do nothing else.
 """
 
 import ml_collections
