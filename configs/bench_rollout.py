@@ -42,11 +42,12 @@ def get_config() -> ml_collections.ConfigDict:
       "longest": 4,  # tokens that an n-gram matches
       "studies": {  # of the learned drafter
           "prompts": 8,
+          "text_tokens": 81920,  # of the rest of the document
           "vocabulary": 4096,
-          "updates": 300,
+          "updates": 900,
           "learning_rate": 1e-3,
-          "rows": 4,
-          "width": 160,
+          "rows": 1,
+          "width": 640,
       },
       "rollouts": 2,  # groups that every variant samples
       "document": "",  # a text file; empty: the Python language reference

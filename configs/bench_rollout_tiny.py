@@ -26,8 +26,8 @@ def get_config() -> ml_collections.ConfigDict:
       "draft_lengths": (0, 1),
       "tuning": 1,
       "studies": {
-          "prompts": 1, "vocabulary": 32, "updates": 2, "learning_rate": 1e-3,
-          "rows": 2, "width": 12,
+          "prompts": 1, "text_tokens": 24, "vocabulary": 32, "updates": 2,
+          "learning_rate": 1e-3, "rows": 2, "width": 12,
       },
       "rollouts": 1,
       "repeats": 2,

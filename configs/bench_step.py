@@ -31,8 +31,8 @@ def get_config() -> ml_collections.ConfigDict:
       },
       # Products of prefix lengths P, group sizes G and tail lengths T.
       "grid": (
-          ((512, 1024, 2048, 4096, 8192, 16384), (8,), (64,)),
-          ((2048,), (1, 2, 4, 8, 16, 32), (64,)),
+          ((512, 1024, 2048, 4096, 8192), (8,), (64,)),
+          ((2048,), (2, 4, 8, 16), (64,)),
           ((2048,), (8,), (16, 64, 256)),
       ),
       # Modes, each with an activation policy.
@@ -40,17 +40,16 @@ def get_config() -> ml_collections.ConfigDict:
           ("full", "keep"),
           ("exact", "keep"),
           ("exact", "recompute"),
-          ("exact", "recompute_layers"),
           ("stop", "keep"),
           ("sampled", "keep"),
       ),
-      "full_up_to": 4096,  # prefix length; beyond it full is left out
+      "full_up_to": 1024,  # prefix length; beyond it full is left out
       "chunk_size": 1024,
       # Expected share of the prefix's chunks in a sampled pass; with fewer
       # chunks than `sampled_chunks` there is little to draw from.
       "sampled_share": 0.25,
       "sampled_chunks": 4,
       "matrix": 4096,  # rows and columns of the product that rates refer to
-      "repeats": 5,
+      "repeats": 3,
       "seed": 0,
   })

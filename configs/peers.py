@@ -54,5 +54,6 @@ def get_config() -> ml_collections.ConfigDict:
       "limit_seconds": 600.0,  # of one gradient
       "tolerance": 1e-4,  # between the gradients of the exact systems
       "repeats": 3,
+      "once_above_seconds": 100.0,  # first gradient of who is timed only once
       "seed": 0,
   })

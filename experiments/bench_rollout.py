@@ -42,6 +42,7 @@ from experiments import compare_backward
 from experiments import prompts
 from experiments import record
 
+_CONTEXT = 64  # tokens before a piece of text that a drafter learns from
 _DRAFTERS = ("none", "ngram", "untrained", "learned")
 
 
@@ -63,6 +64,16 @@ def prompt_of(
     return prompts.about_document(pretrained, text, config.prompt_tokens)
   data = text.encode()[: config.prompt_tokens]
   return [byte % pretrained.config.vocab_size for byte in data]
+
+
+def rest_of(
+    config, pretrained: pretrained_lib.Pretrained, parts: int
+) -> list[int]:
+  """Ids of the document after so many parts of `prompt_of`."""
+  text = prompts.document(config.document)[parts * 10 * config.prompt_tokens :]
+  if pretrained.tokenizer is not None:
+    return pretrained.tokenizer.encode(text, add_special_tokens=False).ids
+  return [byte % pretrained.config.vocab_size for byte in text.encode()]
 
 
 def gaps(key, plain: br.Rollout, other: br.Rollout, prompt: int, vocab: int):
@@ -144,18 +155,33 @@ class Problem:
 def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   """A drafter before and after training, and what that took.
 
-  It is trained on answers to prompts of its own, none of which is timed.
+  It is trained on answers to prompts of its own, none of which is timed, and on
+  the rest of the document: there the model's own law after every token is known
+  too, at the price of a forward pass.
 
   Args:
     problem: model and sizes.
 
   Returns:
-    The drafters by name; prompts, updates, seconds of sampling and of training
-    (without the first update, which compiles), and the loss at both ends.
+    The drafters by name; prompts, updates, seconds of reading, of sampling and
+    of training (without the first update, which compiles), and the loss at both
+    ends.
   """
   config, pretrained = problem.config, problem.pretrained
   of, model, params = config.studies, pretrained.model, pretrained.params
   began, lessons, seen = time.perf_counter(), [], []
+  text = rest_of(config, pretrained, 1 + of.prompts)
+  if len(text) < of.text_tokens + _CONTEXT:
+    raise ValueError(
+        f"text_tokens={of.text_tokens}: the document has {len(text)} more than "
+        "its prompts take."
+    )
+  for start in tqdm.trange(0, of.text_tokens, of.width, desc="text"):
+    head, tail = np.split(text[start :][: _CONTEXT + of.width], [_CONTEXT])
+    state = br.capture(model, params, head)
+    group = br.Group.create(head, [tail], config=model.config)
+    lessons.append(lessons_lib.of_answers(model, params, group, state, step=0))
+  read = time.perf_counter()
   for number in tqdm.trange(of.prompts, desc="answers to learn from"):
     prompt = prompt_of(config, pretrained, 1 + number)
     key = jax.random.key(config.seed + 1000 + number)
@@ -194,8 +220,10 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   few = max(1, of.updates // 10)
   return {"untrained": untrained, "learned": learned}, {
       "prompts": of.prompts, "updates": of.updates,
-      "answer_tokens": sum(one.count for one in lessons),
-      "sampling_seconds": sampled - began,
+      "text_tokens": of.text_tokens,
+      "answer_tokens": sum(map(len, seen)) - of.prompts * config.prompt_tokens,
+      "reading_seconds": read - began,
+      "sampling_seconds": sampled - read,
       "seconds_per_update": (
           (time.perf_counter() - compiled) / max(1, of.updates - 1)
       ),

@@ -131,7 +131,10 @@ def measure(config, entry: dict, entries: list[dict], save, bar) -> None:
         save()
       order = random.Random(config.seed)
       for turn in range(config.repeats):
-        names = list(session.workers)
+        names = [
+            name for name in session.workers
+            if turn == 0 or not session.slow(name)
+        ]
         for name in order.sample(names, len(names)):
           bar.set_description(f"P={prompt} {name}: round {turn + 1}")
           session.go(name, 2 * config.limit_seconds)

@@ -60,6 +60,38 @@ def sampled_within(results: dict) -> str:
   return _within(results, "sampled")
 
 
+def _grouper(results: dict, prompt: int, field: str, ours: str) -> float:
+  """What Prefix Grouper takes over what one of ours does."""
+  entry = next(
+      e for e in results["prefixes"] if e["prompt_tokens"] == prompt
+  )
+  row = next(r for r in entry["peers"] if r["peer"] == "prefix_grouper")
+  return row[field][ours]
+
+
+def exact_at_2048(results: dict) -> str:
+  """Times faster than Prefix Grouper."""
+  ratio = _grouper(results, 2048, "time_ratio", "ours_exact_keep")
+  return f"{ratio:.2f}×"
+
+
+def exact_at_8192(results: dict) -> str:
+  """Times faster than Prefix Grouper."""
+  ratio = _grouper(results, 8192, "time_ratio", "ours_exact_keep")
+  return f"{ratio:.2f}×"
+
+
+def stop_at_8192(results: dict) -> str:
+  """Times faster than Prefix Grouper."""
+  return f"{_grouper(results, 8192, 'time_ratio', 'ours_stop'):.1f}×"
+
+
+def memory_at_8192(results: dict) -> str:
+  """Of Prefix Grouper's memory, with recomputation."""
+  ratio = _grouper(results, 8192, "memory_ratio", "ours_exact_recompute")
+  return f"{1 / ratio:.2f}"
+
+
 # Of a marker's name, the part before a dot is its result file.
 VALUES = {
     "bias_sweep.lowest": lowest_cosine,
@@ -68,4 +100,8 @@ VALUES = {
     "bias_sweep.two_sixteenths": share_at_longest,
     "learning_modes.full_within": full_within,
     "learning_modes.sampled_within": sampled_within,
+    "peers.exact_2048": exact_at_2048,
+    "peers.exact_8192": exact_at_8192,
+    "peers.stop_8192": stop_at_8192,
+    "peers.memory_8192": memory_at_8192,
 }

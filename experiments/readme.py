@@ -16,6 +16,7 @@ from absl import app
 
 from experiments import compare_trees
 from experiments import prose
+from experiments import speed_tables
 from experiments import training_tables
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -263,10 +264,16 @@ _FORMS = {
     "adapting": training_tables.adapted,
     "compare_trees": compare_trees.table,
     "bench_rollout": training_tables.rollouts,
+    "bench_step.growth": speed_tables.growth,
+    "bench_step.rates": speed_tables.rates,
     "learning_algorithms": training_tables.curves,
     "learning_drafts": training_tables.curves,
     "learning_modes": training_tables.curves,
     "learning_stale": training_tables.curves,
+    "long_run": speed_tables.long_run,
+    "long_run_hybrid": speed_tables.long_run,
+    "long_run_stop": speed_tables.long_run,
+    "peers": speed_tables.peers,
     "simulate_rollouts": training_tables.simulated,
     "staleness": training_tables.drift,
     "time_breakdown.modes": training_tables.less_time,
@@ -298,7 +305,7 @@ def render(text: str) -> str:
 
 PAGES = (
     "README.md", "docs/planning.md", "docs/bias.md", "docs/training.md",
-    "docs/rollouts.md", "docs/mathematics.md",
+    "docs/rollouts.md", "docs/mathematics.md", "docs/speed.md",
 )
 
 

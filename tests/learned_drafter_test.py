@@ -290,7 +290,7 @@ def test_which_items_count(x64):
   np.testing.assert_array_equal(losses != 0, weights)
 
 
-def test_item_t_reads_hidden_states_to_t_and_tokens_to_t_plus_two(x64):
+def test_item_t_reads_what_comes_before_and_the_next_hidden_state(x64):
   rng = np.random.default_rng(1)
   hidden = rng.normal(size=(1, 6, CONFIG.width))
   tokens = np.asarray([[2, 4, 6, 8, 10, 12]])
@@ -300,32 +300,65 @@ def test_item_t_reads_hidden_states_to_t_and_tokens_to_t_plus_two(x64):
     moved = hidden.copy()
     moved[0, at] += 0.1
     after, _ = score(made, moved, tokens, ones)
+    # hidden[t + 1] is predicted, and tokens[t] stands beside hidden[t].
     np.testing.assert_array_equal(
-        np.flatnonzero(before[0] != after[0]), np.arange(at, 5)
+        np.flatnonzero(before[0] != after[0]), np.arange(max(at - 1, 0), 5)
     )
-    # tokens[t] stands beside hidden[t], and tokens[t + 1] is predicted.
     other = tokens.copy()
     other[0, at] = 20
     after, _ = score(made, hidden, other, ones)
     np.testing.assert_array_equal(
-        np.flatnonzero(before[0] != after[0]), np.arange(max(at - 1, 0), 5)
+        np.flatnonzero(before[0] != after[0]), np.arange(at, 5)
     )
 
 
-def test_the_loss_is_the_cross_entropy_among_the_draft_vocabulary(x64):
+def test_the_loss_is_a_divergence_of_laws_and_a_regression(x64):
+  """Of what the tokens' own loss would be in the mean, over all draws."""
   decoder, params = tiny.model(CONFIG)
   made = drafter()
   hidden = np.random.default_rng(1).normal(size=(1, 2, CONFIG.width))
   tokens, ones = jnp.asarray([[5, 6]]), jnp.ones((1, 2), jnp.int32)
-  losses, _ = score(made, hidden, tokens, ones, temperature=0.7)
-  predicted_NTM = learned_loss.predict(
+  losses, _ = score(
+      made, hidden, tokens, ones, temperature=0.7, regression=0.3
+  )
+  predicted_M = learned_loss.predict(
       made.params, decoder, params, jnp.asarray(hidden), tokens, ones
+  )[0, 0]
+  table_UM, target_M = params["head"]["table"][::2], hidden[0, 1]
+  mine_U = jax.nn.softmax(table_UM @ predicted_M / 0.7)
+  model_U = jax.nn.softmax(table_UM @ target_M / 0.7)
+  wanted = sum(
+      float(p) * np.log(float(p) / float(q))
+      for p, q in zip(model_U, mine_U, strict=True)
   )
-  table_UM = params["head"]["table"][::2]
-  logits_U = table_UM @ predicted_NTM[0, 0] / 0.7
-  np.testing.assert_allclose(
-      losses[0], [-jax.nn.log_softmax(logits_U)[3], 0], rtol=1e-12
+  wanted += 0.3 * np.sum((predicted_M - target_M) ** 2) / (target_M @ target_M)
+  np.testing.assert_allclose(losses[0], [wanted, 0], rtol=1e-12)
+
+
+def test_a_drafter_that_is_always_right_has_nothing_to_learn(x64):
+  """As above: in a model of no layers it passes the embedding on."""
+  decoder, params = sample_test.rigged()
+  width = tiny.BASE.width
+  made = Learned.create(decoder, params, range(64), jax.random.key(0))
+  kernel = jnp.concatenate([jnp.zeros((width, width)), jnp.eye(width)])
+  group = br.Group.create(
+      sample_test.RIGGED_PROMPT, [[9, 4, 7, 5]], config=decoder.config
   )
+  hidden_GTM = br.replay(
+      decoder, params, group, readout=readout_lib.Hidden()
+  )
+  ones = (jnp.arange(group.tails.shape[1]) < 4).astype(jnp.int32)[None]
+
+  def loss(kernel):
+    losses_NT, weights_NT = learned_loss.losses(
+        made.params | {"pair": {"kernel": kernel}}, made.vocabulary, decoder,
+        params, hidden_GTM, group.tails, ones,
+    )
+    assert weights_NT.sum() == 3
+    return jnp.sum(losses_NT)
+
+  assert loss(kernel) < 1e-9
+  assert loss(1.1 * kernel[::-1]) > 0.1
 
 
 def test_nothing_it_learns_reaches_the_model(x64):

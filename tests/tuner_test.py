@@ -55,6 +55,17 @@ def test_every_arm_is_tried_then_the_fastest_of_each_bucket_is_taken():
   assert tuner.step == 9
 
 
+def test_what_is_hardly_faster_than_no_drafts_is_left_out():
+  """Of equal arms the luckiest would else be taken, and tried for nothing."""
+  for rate, taken in ((104.0, 0), (106.0, 4)):
+    _, log = play(
+        Tuner((0, 1, 4), epsilon=0.0, margin=0.05), 9, RATES | {(8, 4): rate}
+    )
+    assert [one.draft_length for one in log if one.bucket == 8][-1] == taken
+  with pytest.raises(ValueError, match="margin must not be negative"):
+    Tuner(margin=-0.1)
+
+
 def test_a_first_run_is_no_measurement():
   tuner = tuner_lib.observe(Tuner(), work({8: 0, 2: 0}))
   assert not tuner.rates and tuner.compiled == {(8, 0), (2, 0)}

@@ -5,8 +5,9 @@
 An arm is a draft length; 0, which drafts nothing, is always one. Its reward in
 a bucket is the median, over the last rollouts that ran it there, of tokens
 emitted per second of wall time. The best arm is taken, and with probability ε
-any other one. Pure functions of a frozen state: the same measurements give the
-same decisions.
+any other one; an arm that is not clearly faster than 0 counts as slower, or the
+luckiest measurement would win where drafts do not pay. Pure functions of a
+frozen state: the same measurements give the same decisions.
 
   tuner, lengths, decisions = choose(tuner, loop.buckets(branches))
   rollout = sample(..., drafter=drafter, draft_length=lengths)
@@ -54,6 +55,7 @@ class Tuner:
     draft_lengths: the arms.
     window: measurements of an arm that count, the last ones.
     epsilon: ε.
+    margin: by what share of its rate an arm has to beat 0.
     seed: of the choices that are random.
     step: calls of `choose` so far.
     rates: tokens per second, by arm, oldest first.
@@ -64,6 +66,7 @@ class Tuner:
   draft_lengths: tuple[int, ...] = (0, 1, 2, 4)
   window: int = 8
   epsilon: float = 0.1
+  margin: float = 0.05
   seed: int = 0
   step: int = 0
   rates: Mapping[Arm, tuple[float, ...]] = dataclasses.field(
@@ -80,6 +83,8 @@ class Tuner:
       )
     if self.window < 1:
       raise ValueError(f"window must be at least 1, not {self.window}.")
+    if self.margin < 0:
+      raise ValueError(f"margin must not be negative, as {self.margin} is.")
     if not 0 <= self.epsilon <= 1:
       raise ValueError(f"epsilon must lie in [0, 1], not {self.epsilon}.")
 
@@ -139,6 +144,8 @@ def _decide(tuner: Tuner, bucket: int) -> Decision:
   if untried:
     return Decision(tuner.step, bucket, untried[0], "untried", rates)
   best = max(tuner.draft_lengths, key=rates.get)
+  if rates[best] <= (1 + tuner.margin) * rates[0]:
+    best = 0
   others = [one for one in tuner.draft_lengths if one != best]
   rng = np.random.default_rng((tuner.seed, tuner.step, bucket))
   if others and rng.random() < tuner.epsilon:

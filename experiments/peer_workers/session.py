@@ -102,6 +102,11 @@ class Session:
     else:
       self.give_up(name, answer["not_run"])
 
+  def slow(self, name: str) -> bool:
+    """Whether a system takes so long that one timed gradient has to do."""
+    first = self.row(name).get("first_seconds")
+    return first is not None and first > self.config.once_above_seconds
+
   def go(self, name: str, timeout: float) -> None:
     """One gradient; a system that cannot is given up."""
     answer = self.workers[name].ask("go", timeout)

@@ -1,14 +1,23 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a learned drafter is trained on; see `learned` for items and symbols."""
+"""What a learned drafter is trained on; see `learned` for items and symbols.
 
+Of every item the model's own next hidden state h_{t+1} is known, and with it
+the law that x_{t+2} was drawn from. That whole law is the target, not the one
+token that was drawn: its mean over draws is the same, its variance is not.
+
+Sources: soft targets as in Hinton et al. 2015, https://arxiv.org/abs/1503.02531;
+the regression on hidden states, which drafts of more than one token feed on, as
+in Li et al. 2024 (EAGLE), https://arxiv.org/abs/2401.15077.
+"""
+
+import jax
 from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.ops import attention_packed
-from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.rollout import block
 from branch_replay.rollout.drafters import learned
 
@@ -17,12 +26,14 @@ def losses(
     drafter_params, vocabulary_U, model: decoder.Decoder, params,
     hidden_NTM, tokens_NT, segments_NT, *,
     state: state_lib.PrefixState | None = None, temperature: float = 1.0,
+    regression: float = 1.0,
 ):
-  """−log p(x_{t+2} | h_t, x_{t+1}, earlier items) of every item.
+  """KL(p(· | h_{t+1}) ‖ p(· | ĥ_{t+1})) + regression·|ĥ − h|²/|h|² of items.
 
-  The probability is that among the draft vocabulary. Differentiable in
-  `drafter_params` alone: all else is a constant, so that nothing the drafter
-  learns reaches the model.
+  ĥ_{t+1} is what the layer predicts from h_t, x_{t+1} and earlier items; both
+  laws are those among the draft vocabulary. Differentiable in `drafter_params`
+  alone: all else is a constant, so that nothing the drafter learns reaches the
+  model. Holds several f32[N, T, U].
 
   Args:
     drafter_params: `Learned.params`.
@@ -37,6 +48,7 @@ def losses(
     state: the prompt of all these answers, of all layers or of the last alone
       (`learned.last_layer`); None for answers without one.
     temperature: that the answers were sampled at.
+    regression: weight of the second term.
 
   Returns:
     losses_NT, and f32 weights_NT: 1 where item t has a next token in its own
@@ -53,12 +65,22 @@ def losses(
       drafter_params, model, params, hidden_NTM, tokens_NT, segments_NT,
       state=state,
   )
+  target_NTM = jnp.roll(lax.stop_gradient(hidden_NTM), -1, axis=1)
   table_UM = lax.stop_gradient(block.head_table(model, params))[vocabulary_U]
-  log_probs_N = log_probs_lib.chunked(
-      predicted_NTM.reshape(-1, predicted_NTM.shape[-1]), table_UM,
-      index_NT.reshape(-1), temperature=temperature,
-  )
-  losses_NT = jnp.where(counts_NT, -log_probs_N.reshape(counts_NT.shape), 0)
+
+  def log_law(hidden_NTM):
+    logits_NU = block.logits(
+        hidden_NTM.reshape(-1, hidden_NTM.shape[-1]), table_UM
+    )
+    return jax.nn.log_softmax(logits_NU / temperature)
+
+  wanted_NU, found_NU = log_law(target_NTM), log_law(predicted_NTM)
+  divergence_N = jnp.sum(jnp.exp(wanted_NU) * (wanted_NU - found_NU), axis=-1)
+  error_NT = jnp.sum((predicted_NTM - target_NTM) ** 2, axis=-1)
+  size_NT = jnp.sum(target_NTM**2, axis=-1)
+  relative_NT = error_NT / jnp.where(counts_NT, size_NT, 1)
+  losses_NT = divergence_N.reshape(counts_NT.shape) + regression * relative_NT
+  losses_NT = jnp.where(counts_NT, losses_NT, 0)
   return losses_NT, counts_NT.astype(losses_NT.dtype)
 
 

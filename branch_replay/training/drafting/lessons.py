@@ -3,12 +3,14 @@
 """Lessons: answers as a drafter learns from them, packed into rows."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from branch_replay import group as group_lib
+from branch_replay import prefix
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
@@ -71,16 +73,26 @@ def of_answers(
 
   Returns:
     The lesson.
+
+  Raises:
+    ValueError: a state of another prompt or of other parameters.
   """
-  hidden_GTM = prefix_replay.replay(
-      model, params, group, state=state, version=version,
-      readout=readout_lib.Hidden(), prefix_gradient="stop", schedule=schedule,
-  )
+  prefix.check_samplable(state, params, group, version)
+  hidden_GTM = _hidden(model, schedule, params, group, state, version)
   return Lesson(
       step, *jax.device_get((
           group.tails, group.tail_lengths, hidden_GTM,
           learned.last_layer(state),
       ))
+  )
+
+
+# Not under `jit`, its scans would be compiled anew by every call.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _hidden(model, schedule, params, group, state, version):
+  return prefix_replay.replay(
+      model, params, group, state=state, version=version,
+      readout=readout_lib.Hidden(), prefix_gradient="stop", schedule=schedule,
   )
 
 

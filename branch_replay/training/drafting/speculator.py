@@ -158,6 +158,8 @@ class Speculator:
         self._tuner, loop.buckets(branches)
     )
     self._write(decisions)
+    if not any(lengths.values()):
+      return {}  # a drafter that only observes is not free
     return {"drafter": drafter, "draft_length": lengths}
 
   def saw(self, rollout: result.Rollout) -> None:
