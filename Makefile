@@ -1,8 +1,8 @@
 # make compare   the main job: branch replay on a real model, measured
 # make test      the test suite
 # make train-tiny a small model learns retrieval by reward; ten minutes
-# make bench     one gradient over a grid of shapes, timed; hours
-# make peers     the same gradient by other systems, side by side; hours
+# make bench     one gradient over a grid of shapes, timed; half an hour
+# make peers     the same gradient by other systems, side by side; an hour
 # make figures   every figure, from the committed results; under a minute
 # make notebooks run every notebook; a minute or two
 # All build the virtual environment when it is missing; peers builds a second
@@ -45,6 +45,9 @@ notebooks: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 
+# These compile much and run little: code without optimization, as in tests.
+smoke: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false \
+  --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 smoke: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_tiny.py

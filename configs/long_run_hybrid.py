@@ -5,12 +5,12 @@
 Claim: where no layer keeps every position, work grows with the prefix and not
 with its square: forward and backward over 2 097 152 positions, of gated delta
 layers and sliding windows in turns. What is kept is one window and one
-recurrent state a chunk. Not run in full yet: no result is committed.
+recurrent state a chunk.
 
   python -m experiments.long_run --config=configs/long_run_hybrid.py
 
-Cost: about five minutes of one core and 2 GiB of memory, by a run of 1/64 of
-it, of which compilation takes half a minute.
+Cost: about six minutes of one core and 2 GiB of memory, of which compilation
+takes half a minute.
 """
 
 import ml_collections

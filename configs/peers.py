@@ -4,8 +4,7 @@
 
 Question: for one group of 8 answers of 64 tokens, how long do PyTorch and Tunix
 on whole sequences, Prefix Grouper, and branch replay take for the same policy
-gradient of the same weights, and how much memory? Not run in full yet: no
-answer is committed.
+gradient of the same weights, and how much memory? docs/speed.md has the answer.
 
   make peers
   make peers PEERS="--prefixes=1024,2048 --peers=ours,prefix_grouper"
@@ -16,10 +15,10 @@ PyTorch runs operation by operation; Tunix holds whole score matrices, and runs
 its head on the prompt too; the memory of compiled systems includes some 300 MB
 of the compiler's, which shows in short prompts.
 
-Cost: about an hour and a half and up to 20 GB of memory on two cores that do
-nothing else: OpenMP threads wait for each other at every operation, and lose
-more than XLA's by whatever else runs. May be interrupted: prompt lengths that
-are finished are kept and not run again.
+Cost: about an hour and up to 20 GB of memory on two cores that do nothing else:
+OpenMP threads wait for each other at every operation, and lose more than XLA's
+by whatever else runs. May be interrupted: prompt lengths that are finished are
+kept and not run again.
 """
 
 import ml_collections

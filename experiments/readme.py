@@ -271,6 +271,7 @@ _FORMS = {
     "learning_modes": training_tables.curves,
     "learning_stale": training_tables.curves,
     "long_run": speed_tables.long_run,
+    "long_run_hybrid_stop": speed_tables.long_run,
     "long_run_hybrid": speed_tables.long_run,
     "long_run_stop": speed_tables.long_run,
     "peers": speed_tables.peers,
