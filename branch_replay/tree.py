@@ -222,16 +222,7 @@ def _check_mode(prefix_gradient: str):
 def plan(
     model, tree, readout, prefix_gradient, schedule, trainable="all"
 ):
-  """The task, its activation policy settled, and the program of a tree.
-
-  Raises:
-    ValueError: a model with experts, whose choices are not kept along a path.
-  """
-  if model.config.experts is not None:
-    raise ValueError(
-        "Trees run models without experts: what their routers chose on a path "
-        "is not kept until it is popped. Use a group for each parent."
-    )
+  """The task, its activation policy settled, and the program of a tree."""
   task = engine.Task(
       model, readout, prefix_gradient, schedule, trainable=trainable
   )

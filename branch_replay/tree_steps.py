@@ -54,7 +54,7 @@ def outputs(
       continue
     if kind == Kind.OPEN:
       before.append(now)
-      held, now, _, out = _open(
+      held, now, *_, out = _open(
           task, run.read, None, params, held, now, run
       )
     else:
@@ -97,21 +97,23 @@ def gradient(
           task, loss, params, grads, total, of_now, held, now, run, mine
       )
     elif kind == Kind.OPEN and run.read and not task.accumulates:
-      stack.append((now, of_now, None))
+      stack.append((now, of_now, None, None))
       grads, held, now, *out = _open_and_visit(
           task, loss, params, grads, held, now, run, mine
       )
     elif kind == Kind.OPEN:
       earlier = now
-      held, now, kept, _ = _open(task, False, keep, params, held, now, run)
-      stack.append((earlier, of_now, kept))
+      held, now, choices, kept, _ = _open(
+          task, False, keep, params, held, now, run
+      )
+      stack.append((earlier, of_now, choices, kept))
       of_now = nothing
     else:
-      now, of_parent, kept = stack.pop()
+      now, of_parent, choices, kept = stack.pop()
       if task.accumulates:
         grads, total, of_now, *out = _close(
             task, loss, run.read, params, grads, total, of_now, of_parent,
-            held, now, run, kept, mine,
+            held, now, choices, run, kept, mine,
         )
     if out and run.read:
       found.append((run.index, out[0]))
@@ -179,17 +181,22 @@ def _start(task, capacity, params):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _open(task, read, keep, params, held, now, run):
-  """Pushes a run; its outputs if they are wanted."""
+  """Pushes a run.
+
+  Returns:
+    The state in two parts, the experts of the run's tokens, what was kept, and
+    the run's outputs if they are wanted.
+  """
   def here(params, held, now, run):
-    _, kept, held, now = _advance(task, params, held, now, run, keep)
+    _, kept, choices, held, now = _advance(task, params, held, now, run, keep)
     out = None
     if read:
       outer = task.outer(params)
       out, _ = rows_lib.read(task, outer, kept[0], _rows(run), 0, outer)
-    return held, now, kept if keep else None, out
+    return held, now, choices, kept if keep else None, out
 
   ins = "params", "mixer", "mixer", "all"
-  outs = "mixer", "mixer", "all", "all"
+  outs = "mixer", "mixer", "mixer", "all", "all"
   return task.layout.over(here, ins, outs)(params, held, now, run)
 
 
@@ -235,7 +242,7 @@ def _open_and_visit(task, loss, params, grads, held, now, run, args):
   """Pushes a run and pulls its own outputs back, but no further."""
   def here(params, grads, held, now, run, args):
     keep = rows_lib.segment_keep(task.schedule.activations)
-    context, kept, held, new = _advance(task, params, held, now, run, keep)
+    context, kept, _, held, new = _advance(task, params, held, now, run, keep)
     # What it continues from is read where it stands now, or it is copied.
     context = context._replace(prefix=state_lib.seen(
         task.config, _whole(task.config, held, now)
@@ -255,8 +262,8 @@ def _open_and_visit(task, loss, params, grads, held, now, run, args):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def _close(
-    task, loss, read, params, grads, total, of_now, of_parent, held, now, run,
-    kept, args,
+    task, loss, read, params, grads, total, of_now, of_parent, held, now,
+    choices, run, kept, args,
 ):
   """Pulls back all that has come in of a run, its own outputs' included.
 
@@ -270,6 +277,7 @@ def _close(
     of_parent: what has come in so far of the same before it.
     held: the open positions.
     now: the rest of the state before the run.
+    choices: the experts of the run's tokens, as `_open` found them.
     run: the run.
     kept: what `_open` kept; None runs it again.
     args: of the loss, at its outputs.
@@ -278,8 +286,13 @@ def _close(
     grads, total, the cotangent of the rest of the state before the run,
     outputs, and the loss.
   """
-  def here(params, grads, total, of_now, of_parent, held, now, run, kept, args):
+  def here(
+      params, grads, total, of_now, of_parent, held, now, choices, run, kept,
+      args,
+  ):
     context = _context(task, _whole(task.config, held, now), run)
+    if kept is None:
+      context = context._replace(choices=choices)
     popped = segment.Popped(_chunk(task, run))
     accumulator = _whole(task.config, total, of_now)
     out = value = None
@@ -302,10 +315,11 @@ def _close(
     )
     return grads, total, of_before, out, value
 
-  ins = ("params", "grads", *("mixer",) * 5, "all", "all", "all")
+  ins = ("params", "grads", *("mixer",) * 6, "all", "all", "all")
   outs = "grads", "mixer", "mixer", "all", "all"
   return task.layout.over(here, ins, outs, grads)(
-      params, grads, total, of_now, of_parent, held, now, run, kept, args
+      params, grads, total, of_now, of_parent, held, now, choices, run, kept,
+      args,
   )
 
 
@@ -319,8 +333,8 @@ def _advance(task, params, held, now, run, keep):
   """Runs a run and pushes it.
 
   Returns:
-    What it continued from, its output with what is kept, and the new state in
-    two parts.
+    What it continued from, its output with what is kept, the experts of its
+    one row as `segment.Context` takes them, and the new state in two parts.
   """
   mixer = _whole(task.config, held, now)
   context = _context(task, mixer, run)
@@ -333,7 +347,8 @@ def _advance(task, params, held, now, run, keep):
   mixer = state_lib.push_mixer(
       task.config, mixer, present, _chunk(task, run)
   )
-  return context, (y_RCM, stages), *_part(task.config, mixer)
+  choices = jax.tree.map(lambda x_L1RCk: x_L1RCk[:, :, 0], present.choices)
+  return context, (y_RCM, stages), choices, *_part(task.config, mixer)
 
 
 def _context(task, mixer, run) -> segment.Context:

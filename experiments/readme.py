@@ -280,6 +280,7 @@ _FORMS = {
     "time_breakdown.modes": training_tables.less_time,
     "time_breakdown.parts": training_tables.parts,
     "train_smollm2": training_tables.learned,
+    "train_smollm2_stop": training_tables.learned,
     "train_tiny": training_tables.learned,
 }
 

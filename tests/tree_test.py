@@ -101,7 +101,7 @@ def problem(name="llama", shape=SHAPE):
 
 
 @pytest.mark.parametrize(
-    "name", ("llama", "window and full", "latent", "hybrid")
+    "name", ("llama", "window and full", "latent", "hybrid", "expert groups")
 )
 def test_exact_equals_dense_for_every_mixer(x64, name):
   decoder, params, tree, weights = arguments = problem(name)
@@ -127,9 +127,11 @@ def test_autodiff_gives_the_dense_gradient(x64):
   np.testing.assert_allclose(seen[shared], by_hand, rtol=1e-12)
 
 
-@pytest.mark.parametrize("activations", ("keep", "recompute_layers"))
-def test_every_policy_gives_the_dense_gradient(x64, activations):
-  arguments = problem("hybrid")
+@pytest.mark.parametrize("name,activations", [
+    ("hybrid", "recompute_layers"), ("expert groups", "keep"),
+])
+def test_every_policy_gives_the_dense_gradient(x64, name, activations):
+  arguments = problem(name)
   schedule = br.Schedule(
       chunk_size=50, activations=activations, branches_at_once=2
   )
@@ -196,7 +198,9 @@ def test_stop_holds_constant_what_ancestors_left_behind(x64):
   assert tiny.worst(found, exact) > 0.1, "stop must be visibly biased here"
 
 
-@pytest.mark.parametrize("name,devices", [("hybrid", 8), ("mistral", 3)])
+@pytest.mark.parametrize(
+    "name,devices", [("hybrid", 8), ("mistral", 3), ("experts", 2)]
+)
 def test_several_devices_give_the_dense_gradient(x64, name, devices):
   arguments = decoder, params, tree, weights = problem(name)
   layout = sharding.sharded(params, devices)
@@ -458,9 +462,6 @@ def test_errors():
   tree = make_tree([[1, 2, 3], [1, 2, 4]], config=tiny.BASE)
   with pytest.raises(ValueError, match="'sampled' draws the chunks"):
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="sampled")
-  mixture = tiny.ARCHITECTURES["experts"]
-  with pytest.raises(ValueError, match="models without experts"):
-    tree_lib.log_probs(*tiny.model(mixture), tree)
   with pytest.raises(ValueError, match="Unknown prefix_gradient 'half'"):
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="half")
   with pytest.raises(ValueError, match="Expected a Tree, not list"):
