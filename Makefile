@@ -1,6 +1,6 @@
 # make compare   the main job: branch replay on a real model, measured
 # make test      the test suite
-# make train-tiny a small model learns retrieval by reward; ten minutes
+# make train-tiny a small model learns retrieval by reward; seven minutes
 # make bench     one gradient over a grid of shapes, timed; a quarter of an hour
 # make peers     the same gradient by other systems, side by side; an hour
 # make figures   every figure, from the committed results; under a minute

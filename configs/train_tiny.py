@@ -9,7 +9,7 @@ gradient of branch replay.
 
   python -m experiments.train --config=configs/train_tiny.py
 
-Cost: about ten minutes on two cores; may be interrupted and started again.
+Cost: about seven minutes on two cores; may be interrupted and started again.
 Expect a held-out reward of at most 0.4 after the supervised phases and of at
 least 0.9 at the end.
 """
