@@ -81,6 +81,18 @@ def exact_at_8192(results: dict) -> str:
   return f"{ratio:.2f}×"
 
 
+def exact_at_16384(results: dict) -> str:
+  """Times faster than Prefix Grouper."""
+  ratio = _grouper(results, 16384, "time_ratio", "ours_exact_keep")
+  return f"{ratio:.2f}×"
+
+
+def memory_at_16384(results: dict) -> str:
+  """Of Prefix Grouper's memory, with recomputation."""
+  ratio = _grouper(results, 16384, "memory_ratio", "ours_exact_recompute")
+  return f"{1 / ratio:.2f}"
+
+
 def stop_at_8192(results: dict) -> str:
   """Times faster than Prefix Grouper."""
   return f"{_grouper(results, 8192, 'time_ratio', 'ours_stop'):.1f}×"
@@ -102,6 +114,8 @@ VALUES = {
     "learning_modes.sampled_within": sampled_within,
     "peers.exact_2048": exact_at_2048,
     "peers.exact_8192": exact_at_8192,
+    "peers.exact_16384": exact_at_16384,
+    "peers.memory_16384": memory_at_16384,
     "peers.stop_8192": stop_at_8192,
     "peers.memory_8192": memory_at_8192,
 }

@@ -16,34 +16,36 @@ _SYSTEMS = {
 }
 
 
+def _why_not(row: dict | None, limit: float) -> str:
+  """In a word, why there is no time of a system."""
+  reason = "" if row is None else row.get("not_run", "")
+  if "out of memory" in reason:
+    return "out of memory"
+  return f"over {limit:.0f} s" if "would take" in reason else "–"
+
+
 def peers(results: dict) -> str:
-  """Seconds and memory by system and prompt length, and who was not run."""
+  """Seconds and memory by system and prompt length, or why there are none."""
   entries = [entry for entry in results["prefixes"] if entry["finished"]]
   head = (
       "| system | "
       + " | ".join(f"P = {entry['prompt_tokens']:,}" for entry in entries)
       + f" |\n|---|{'---|' * len(entries)}\n"
   )
-  rows, reasons = [], []
+  rows = []
   for name, words in _SYSTEMS.items():
     cells = []
     for entry in entries:
       row = next((r for r in entry["peers"] if r["peer"] == name), None)
       if row is None or "seconds_median" not in row:
-        cells.append("–")
-        if row is not None and "not_run" in row:
-          reasons.append(
-              f"{words} at {entry['prompt_tokens']:,}: {row['not_run']}"
-          )
-        continue
-      cells.append(
-          f"{row['seconds_median']:.1f} s, "
-          f"{row['extra_rss_bytes'] / 2**30:.1f} GiB"
-      )
+        cells.append(_why_not(row, results["config"]["limit_seconds"]))
+      else:
+        cells.append(
+            f"{row['seconds_median']:.1f} s, "
+            f"{row['extra_rss_bytes'] / 2**30:.1f} GiB"
+        )
     rows.append(f"| {words} | {' | '.join(cells)} |\n")
-  return head + "".join(rows) + "".join(
-      f"\n–: {reason}.\n" for reason in reasons
-  )
+  return head + "".join(rows)
 
 
 def growth(results: dict) -> str:
@@ -95,5 +97,5 @@ def long_run(results: dict) -> str:
       f"| {results['cpu_seconds'] / 60:.1f} min "
       f"| {results['peak_rss_bytes'] / 2**30:.2f} GiB "
       f"| {results['rss_before_bytes'] / 2**30:.2f} GiB "
-      f"| {results['gradient_norm']:.3g} |\n"
+      f"| {results['gradient_norm']:,.0f} |\n"
   )
