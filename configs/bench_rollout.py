@@ -32,7 +32,6 @@ def get_config() -> ml_collections.ConfigDict:
           (True, "learned", 1),
           (True, "learned", 2),
           (True, "learned", 4),
-          (True, "ngram", "tuned"),
           (True, "learned", "tuned"),
           (True, "untrained", "tuned"),
       ),
@@ -41,7 +40,7 @@ def get_config() -> ml_collections.ConfigDict:
       "tuning": 4,  # turns that a tuner has before it is timed
       "longest": 4,  # tokens that an n-gram matches
       "studies": {  # of the learned drafter
-          "prompts": 8,
+          "prompts": 6,
           "text_tokens": 81920,  # of the rest of the document
           "vocabulary": 4096,
           "updates": 900,
@@ -49,7 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
           "rows": 1,
           "width": 640,
       },
-      "rollouts": 2,  # groups that every variant samples
+      "rollouts": 1,  # groups that every variant samples
       "document": "",  # a text file; empty: the Python language reference
       "repeats": 3,
       "seed": 0,

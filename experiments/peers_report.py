@@ -111,7 +111,10 @@ def draw(results: dict, path: pathlib.Path) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("prompt tokens")
     axis.set_title(title, fontsize=10)
-  axes[0].legend(fontsize=8)
+  figure.legend(
+      *axes[0].get_legend_handles_labels(), loc="outside lower center", ncol=4,
+      fontsize=8,
+  )
   shape = results["config"]
   figure.suptitle(
       f"G={shape['branches']}, T={shape['tail_tokens']}, "
