@@ -301,6 +301,14 @@ def _check(config) -> None:
         f"repeats={config.repeats}, rollouts={config.rollouts} and tuning="
         f"{config.tuning} must be at least 1."
     )
+  tuned = any(length == "tuned" for _, _, length in config.variants)
+  needed = 2 * len(config.draft_lengths)  # a first run compiles
+  if tuned and config.tuning * config.rollouts < needed:
+    raise ValueError(
+        f"tuning={config.tuning} turns of {config.rollouts} rollouts leave the "
+        f"tuner at trying its {len(config.draft_lengths)} draft lengths when it "
+        f"is timed: it needs {needed} rollouts."
+    )
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
