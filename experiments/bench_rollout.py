@@ -306,8 +306,8 @@ def _check(config) -> None:
   if tuned and config.tuning * config.rollouts < needed:
     raise ValueError(
         f"tuning={config.tuning} turns of {config.rollouts} rollouts leave the "
-        f"tuner at trying its {len(config.draft_lengths)} draft lengths when it "
-        f"is timed: it needs {needed} rollouts."
+        f"tuner trying its {len(config.draft_lengths)} draft lengths when it is "
+        f"timed: it needs {needed} rollouts."
     )
 
 
