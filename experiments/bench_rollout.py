@@ -306,7 +306,7 @@ def _check(config) -> None:
   if tuned and config.tuning * config.rollouts < needed:
     raise ValueError(
         f"tuning={config.tuning} turns of {config.rollouts} rollouts leave the "
-        f"tuner trying its {len(config.draft_lengths)} draft lengths when it is "
+        f"tuner trying {len(config.draft_lengths)} draft lengths when it is "
         f"timed: it needs {needed} rollouts."
     )
 
