@@ -69,39 +69,19 @@ def _grouper(results: dict, prompt: int, field: str, ours: str) -> float:
   return row[field][ours]
 
 
-def exact_at_2048(results: dict) -> str:
-  """Times faster than Prefix Grouper."""
-  ratio = _grouper(results, 2048, "time_ratio", "ours_exact_keep")
-  return f"{ratio:.2f}×"
+def faster_than_grouper(prompt: int, ours: str):
+  """The value of how many times faster than Prefix Grouper one of ours is."""
+  return lambda results: (
+      f"{_grouper(results, prompt, 'time_ratio', ours):.2f}×"
+  )
 
 
-def exact_at_8192(results: dict) -> str:
-  """Times faster than Prefix Grouper."""
-  ratio = _grouper(results, 8192, "time_ratio", "ours_exact_keep")
-  return f"{ratio:.2f}×"
-
-
-def exact_at_16384(results: dict) -> str:
-  """Times faster than Prefix Grouper."""
-  ratio = _grouper(results, 16384, "time_ratio", "ours_exact_keep")
-  return f"{ratio:.2f}×"
-
-
-def memory_at_16384(results: dict) -> str:
-  """Of Prefix Grouper's memory, with recomputation."""
-  ratio = _grouper(results, 16384, "memory_ratio", "ours_exact_recompute")
-  return f"{1 / ratio:.2f}"
-
-
-def stop_at_8192(results: dict) -> str:
-  """Times faster than Prefix Grouper."""
-  return f"{_grouper(results, 8192, 'time_ratio', 'ours_stop'):.1f}×"
-
-
-def memory_at_8192(results: dict) -> str:
-  """Of Prefix Grouper's memory, with recomputation."""
-  ratio = _grouper(results, 8192, "memory_ratio", "ours_exact_recompute")
-  return f"{1 / ratio:.2f}"
+def memory_of_grouper(prompt: int):
+  """The value of our share of its memory, with recomputation."""
+  ours = "ours_exact_recompute"
+  return lambda results: (
+      f"{1 / _grouper(results, prompt, 'memory_ratio', ours):.2f}"
+  )
 
 
 # Of a marker's name, the part before a dot is its result file.
@@ -112,10 +92,11 @@ VALUES = {
     "bias_sweep.two_sixteenths": share_at_longest,
     "learning_modes.full_within": full_within,
     "learning_modes.sampled_within": sampled_within,
-    "peers.exact_2048": exact_at_2048,
-    "peers.exact_8192": exact_at_8192,
-    "peers.exact_16384": exact_at_16384,
-    "peers.memory_16384": memory_at_16384,
-    "peers.stop_8192": stop_at_8192,
-    "peers.memory_8192": memory_at_8192,
+    **{
+        f"peers.exact_{prompt}": faster_than_grouper(prompt, "ours_exact_keep")
+        for prompt in (2048, 8192, 16384)
+    },
+    "peers.stop_8192": faster_than_grouper(8192, "ours_stop"),
+    "peers.memory_8192": memory_of_grouper(8192),
+    "peers.memory_16384": memory_of_grouper(16384),
 }
