@@ -341,7 +341,7 @@ def test_no_step_copies_the_state_or_its_cotangent(step):
         ),
         "close": lambda: tree_steps._close.lower(
             task, tiny.loss, True, params, grads, total, of_now, of_now, held,
-            now, run, None, args,
+            now, {}, run, None, args,
         ),
         "stop": lambda: tree_steps._open_and_visit.lower(
             task, tiny.loss, params, grads, held, now, run, args
