@@ -2,7 +2,8 @@
 # make test      the test suite
 # make train-tiny a small model learns retrieval by reward; seven minutes
 # make bench     one gradient over a grid of shapes, timed; a quarter of an hour
-# make peers     the same gradient by other systems, side by side; an hour
+# make peers     the same gradient by other systems, side by side; an hour; goes on
+#                where an earlier run of its workdir, runs/peers, stopped
 # make figures   every figure, from the committed results; under a minute
 # make notebooks run every notebook; a minute or two
 # All build the virtual environment when it is missing; peers builds a second
@@ -33,8 +34,7 @@ bench: $(READY)
 
 # PEERS="--prefixes=1024 --peers=ours,prefix_grouper" runs a part of it.
 peers: $(READY) $(READY_PEERS)
-	$(BIN)/python -m experiments.peers --config=configs/peers.py \
-	  --workdir=experiments/results $(PEERS)
+	$(BIN)/python -m experiments.peers --config=configs/peers.py $(PEERS)
 
 figures: $(READY)
 	$(BIN)/python -m experiments.figures

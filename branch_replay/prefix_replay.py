@@ -205,6 +205,8 @@ def value_and_grad(
         trainable=trainable, balance=balance,
     )
     _check_key(task, key)
+    if state is None and version is not None:
+      raise ValueError("version= belongs to a state=.")
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")

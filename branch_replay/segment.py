@@ -385,7 +385,7 @@ def backward(
 
 def decode(
     config: config_lib.ModelConfig, layer_params, x_GTM, state, caches,
-    slots_GT,
+    slots_GT, layers=None,
 ):
   """Runs new tokens of every branch through all layers.
 
@@ -397,16 +397,18 @@ def decode(
     caches: of the branches' tokens so far, `state.caches`.
     slots_GT: i32, how many tokens of its branch came before each; those past
       the room of the caches are not written.
+    layers: the `parts` of `rollout.unstacked`, which run one after the other;
+      None scans the stacks.
 
   Returns:
     y_GTM before the final norm, the caches with the new tokens, and the block
     that `settle` needs to take in some of them.
   """
-  new_caches, blocks = [], []
-  for part, stacks, of_part, prefixes in zip(
-      pattern.parts(config), pattern.split(config, layer_params),
+  new_caches, blocks, parts = [], [], pattern.parts(config)
+  for part, stacks, of_part, prefixes, turns in zip(
+      parts, pattern.split(config, layer_params),
       pattern.split(config, caches), pattern.split(config, state.mixer),
-      strict=True,
+      layers or [None] * len(parts), strict=True,
   ):
     def turn(carry, inputs, part=part, prefixes=prefixes):
       x_GTM, caches = carry
@@ -426,8 +428,16 @@ def decode(
         of_turn.append(block)
       return (x_GTM, caches), of_turn
 
-    numbered = jnp.arange(part.count), stacks
-    (x_GTM, of_part), of_turns = lax.scan(turn, (x_GTM, of_part), numbered)
+    carry = x_GTM, of_part
+    if turns is None:
+      carry, of_turns = lax.scan(turn, carry, (jnp.arange(part.count), stacks))
+    else:
+      of_turns = []
+      for numbered in enumerate(turns):
+        carry, of_turn = turn(carry, numbered)
+        of_turns.append(of_turn)
+      of_turns = jax.tree.map(lambda *x: jnp.stack(x), *of_turns)
+    x_GTM, of_part = carry
     new_caches.append(of_part)
     blocks.append(of_turns)
   return (

@@ -224,6 +224,7 @@ class Tree:
     used = int(self.lengths.sum())
     return bool(
         len(self.parents) > 1
+        and len(self.leaves) == len(self.parents) - 1
         and (self.parents[1:] == ROOT).all()
         and not self.trained[:prompt].any()
         and self.trained[prompt:used].all()

@@ -11,7 +11,7 @@ token change?
 
   python -m experiments.bench_rollout --config=configs/bench_rollout.py
 
-Cost: twenty minutes and 4 GB of memory on two cores that do nothing else.
+Cost: half an hour and 5 GB of memory on two cores that do nothing else.
 """
 
 import ml_collections
@@ -29,6 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
           (False, "none", 0),
           (True, "none", 0),
           (True, "ngram", 2),
+          (True, "ngram", "tuned"),
           (True, "learned", 1),
           (True, "learned", 2),
           (True, "learned", 4),

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every pattern of layers on one tree: full against exact and stop.
 
-Claim: `exact` equals the full gradient for full attention, sliding windows,
-latent attention, the gated delta rule and mixtures of them, on a tree of depth
-4, at 0.8 or more of the ratio of tokens.
+Question: on a tree of depth 4, what part of the ratio of tokens is `exact`
+faster than whole sequences, and is its gradient theirs, for full attention,
+sliding windows, latent attention, the gated delta rule and mixtures of them?
 
   python -m experiments.compare_trees --config=configs/compare_architectures.py
 

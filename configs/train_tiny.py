@@ -11,7 +11,8 @@ gradient of branch replay.
 
 Cost: about seven minutes on two cores; may be interrupted and started again.
 Expect a held-out reward of at most 0.4 after the supervised phases and of at
-least 0.9 at the end.
+least 0.9 at the end, with this seed: others leave the warm-up between 0.03 and
+0.70.
 """
 
 import ml_collections

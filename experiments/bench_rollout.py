@@ -7,7 +7,8 @@ prefix, in a new random order every turn. Speculation changes no token in exact
 arithmetic; where float32 does, the first token of a row that differs must be a
 tie of the two, and its gap is written down. Drafting and noise are part of what
 is timed; the noise of one round is also timed alone, and so is the training of
-the drafter, on answers to other prompts.
+the drafter, on answers to other prompts. All variants run layers one by one
+(`rollout.unstacked`); one more, without drafts, scans them.
 
   python -m experiments.bench_rollout --config=configs/bench_rollout.py
 """
@@ -30,6 +31,7 @@ import branch_replay as br
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import tuner as tuner_lib
+from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters import Learned
 from branch_replay.rollout.drafters import NGram
 from branch_replay.rollout.drafters import vocabulary
@@ -239,11 +241,13 @@ class Variant:
     problem: model and sizes.
     settings: (compact, drafter, draft length or "tuned").
     drafters: by name.
+    layers: of `unstacked.layers`; None scans them.
   """
 
-  def __init__(self, problem: Problem, settings, drafters: dict):
+  def __init__(self, problem: Problem, settings, drafters: dict, layers):
     self.settings = self.compact, self.name, self.length = settings
     self._problem, self._drafter = problem, drafters[self.name]
+    self._layers = layers
     self._tuner = None
     if self.length == "tuned":
       self._tuner = tuner_lib.Tuner(
@@ -259,7 +263,7 @@ class Variant:
       self._tuner, lengths, _ = tuner_lib.choose(self._tuner, sizes)
     rollout = self._problem.sample(
         prompt, key, state=state, compact=self.compact, drafter=self._drafter,
-        draft_length=lengths,
+        draft_length=lengths, layers=self._layers,
     )
     if self._tuner is not None:
       self._tuner = tuner_lib.observe(self._tuner, rollout.work)
@@ -334,7 +338,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     made, training = learned_drafters(problem)
     drafters |= made
   state = br.capture(pretrained.model, pretrained.params, prompt)
-  variants = [Variant(problem, one, drafters) for one in config.variants]
+  layers = unstacked.layers(pretrained.config, pretrained.params)
+  variants = [
+      Variant(problem, one, drafters, layers) for one in config.variants
+  ]
+  variants.append(Variant(problem, (True, "none", 0), drafters, layers=None))
   sample = functools.partial(_sample, prompt, state, keys)
 
   runs, plain = [], None
@@ -365,6 +373,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     one["seconds_median"] = statistics.median(one["seconds"])
     one["tokens_per_second"] = one["tokens"] / one["seconds_median"]
     one["speedup"] = one["tokens_per_second"] / runs[0]["tokens_per_second"]
+  *runs, scanned = runs
   results = {
       "environment": record.environment(),
       "config": config.to_dict(),
@@ -372,6 +381,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       "training": training,
       "lengths": lengths,
       "runs": runs,
+      "scanned": scanned,
   }
   record.write_json(workdir / "results.json", results)
   print(table(results))
@@ -395,6 +405,10 @@ def table(results: dict) -> str:
         f"{one['tokens_per_second']:8.1f}  {one['speedup']:7.2f}×  "
         f"{one['accept_length']:13.2f}  {one['rows_that_differ']:11}"
     )
+  lines.append(
+      "with layers scanned, compacted, without drafts: "
+      f"{results['scanned']['tokens_per_second']:.1f} tokens/s"
+  )
   return "\n".join(lines)
 
 

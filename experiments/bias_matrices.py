@@ -16,7 +16,7 @@ MATRICES = {
     "down": "layers/contract/down/kernel",
     "embedding": "embed/table",
 }
-_AXES = {"prompt_tokens": "P + 1", "tail_tokens": "T", "branches": "G"}
+_AXES = {"prompt_tokens": "prompt", "tail_tokens": "T", "branches": "G"}
 _BASE = {"prompt_tokens": 512, "tail_tokens": 32, "branches": 4}
 
 

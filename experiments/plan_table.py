@@ -1,9 +1,8 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How far eight chips reach: plans of an 8B decoder, some of them compiled.
+"""How far eight chips reach: plans of an 8B decoder, most of them compiled.
 
-And of a 27B hybrid of gated delta layers and full attention, none of them
-compiled.
+And of a 27B hybrid of gated delta layers and full attention.
 
   python -m experiments.plan_table
 

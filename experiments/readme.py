@@ -188,8 +188,8 @@ def _spread(of: dict) -> str:
 def by_shape(results: dict) -> str:
   """Stop against exact by shape, mean and spread over groups."""
   head = (
-      "| P + 1 | T | G | advantages | n | cosine | relative error | norm ratio "
-      "| key | value | Adam | two largest of 16 |\n"
+      "| prompt | T | G | advantages | n | cosine | relative error "
+      "| norm ratio | key | value | Adam | two largest of 16 |\n"
       "|---|---|---|---|---|---|---|---|---|---|---|---|\n"
   )
   rows = sorted(
@@ -216,7 +216,7 @@ def by_shape(results: dict) -> str:
 def by_estimator(results: dict) -> str:
   """Estimators by shape: error, and how often it is below that of stop."""
   head = (
-      "| P + 1 | T | G | advantages | n | law | chunks of 16 | relative error "
+      "| prompt | T | G | advantages | n | law | chunks of 16 | relative error "
       "| stop | closer than stop |\n|---|---|---|---|---|---|---|---|---|---|\n"
   )
   rows = [

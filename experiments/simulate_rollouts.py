@@ -66,7 +66,16 @@ def costs(bench: dict, drafter: str) -> Costs:
         f"The benchmark has no compacted runs both without drafts and with "
         f"{drafter!r} at a fixed draft length."
     )
-  return Costs(seconds, accept_length, bench["training"]["seconds_per_update"])
+  # A bucket counts if it was measured with and without drafts: the others are
+  # charged alike, as the next larger one.
+  shared = set.intersection(*map(set, seconds.values()))
+  return Costs(
+      {
+          length: {bucket: of[bucket] for bucket in shared}
+          for length, of in seconds.items()
+      },
+      accept_length, bench["training"]["seconds_per_update"],
+  )
 
 
 def round_seconds(by_bucket: dict[int, float], rows: int) -> float:

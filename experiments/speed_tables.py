@@ -29,7 +29,7 @@ def peers(results: dict) -> str:
   entries = [entry for entry in results["prefixes"] if entry["finished"]]
   head = (
       "| system | "
-      + " | ".join(f"P = {entry['prompt_tokens']:,}" for entry in entries)
+      + " | ".join(f"{entry['prompt_tokens']:,} tokens" for entry in entries)
       + f" |\n|---|{'---|' * len(entries)}\n"
   )
   rows = []

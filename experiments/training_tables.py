@@ -121,13 +121,29 @@ def rollouts(results: dict) -> str:
       "| drafts accepted | rows that differ |\n"
       "|---|---|---|---|---|---|---|---|\n"
   )
+  scanned = results["scanned"]
+  first = results["runs"][0]["tokens_per_second"]
+  runs = [*results["runs"], scanned | {
+      "drafter": "none, layers scanned",
+      "speedup": scanned["tokens_per_second"] / first,
+  }]
   return head + "".join(
       f"| {'yes' if one['compact'] else 'no'} | {one['drafter']} "
-      f"| {one['draft_length']} | {one['tokens_per_second']:.1f} "
+      f"| {_drafts(one)} | {one['tokens_per_second']:.1f} "
       f"| {one['speedup']:.2f}× | {one['accept_length']:.2f} "
       f"| {one['accepted'] / max(1, one['drafted']):.0%} "
       f"| {one['rows_that_differ']} |\n"
-      for one in results["runs"]
+      for one in runs
+  )
+
+
+def _drafts(run: dict) -> str:
+  """The draft length, or those that a tuner took, by bucket."""
+  if run["draft_length"] != "tuned":
+    return str(run["draft_length"])
+  columns = zip(run["buckets"], run["bucket_draft_lengths"], strict=True)
+  return "tuned: " + ", ".join(
+      f"{length} for {rows} rows" for rows, length in columns
   )
 
 
@@ -155,14 +171,18 @@ def adapted(results: dict) -> str:
 
 def simulated(results: dict) -> str:
   """The simulated rollout of several workers."""
+  plain, drafts = results["plain"], results["drafts"]
+  after = plain["seconds"] / results["speedup_counted_training"]
   head = (
-      "| simulated | s a rollout | workers idle | updates that fit the waits "
-      "|\n|---|---|---|---|\n"
+      "| simulated | s | speed-up | workers idle | updates that fit the waits "
+      "|\n|---|---|---|---|---|\n"
   )
-  names = {"plain": "without drafts", "drafts": "with drafts"}
-  return head + "".join(
-      f"| {names[name]} | {results[name]['seconds']:.1f} "
-      f"| {results[name]['idle']:.0%} "
-      f"| {results[name]['updates_in_idle']:.0f} |\n"
-      for name in names
+  return head + (
+      f"| without drafts | {plain['seconds']:.1f} | 1.00× "
+      f"| {plain['idle']:.0%} | {plain['updates_in_idle']:.0f} |\n"
+      f"| with drafts, the drafter trained in waits | {drafts['seconds']:.1f} "
+      f"| {results['speedup_free_training']:.2f}× | {drafts['idle']:.0%} "
+      f"| {drafts['updates_in_idle']:.0f} |\n"
+      f"| with drafts, {results['config']['updates']} updates after the "
+      f"rollout | {after:.1f} | {results['speedup_counted_training']:.2f}× | – | – |\n"
   )

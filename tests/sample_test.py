@@ -13,6 +13,8 @@ from scipy import stats
 import branch_replay as br
 from branch_replay import prefix
 from branch_replay.rollout import law as law_lib
+from branch_replay.rollout import unstacked
+from branch_replay.rollout.drafters import NGram
 from tests import tiny
 
 PROMPT = (7, 2, 60, 33, 2, 9, 14)
@@ -220,6 +222,36 @@ def rigged():
       final_norm={"scale": jnp.ones(tiny.BASE.width)},
       head={"table": jnp.asarray(table_VM)},
   )
+
+
+@pytest.mark.parametrize(
+    "name", ("llama", "hybrid", "window and full", "latent", "expert groups")
+)
+def test_layers_one_by_one_are_the_layers_of_a_scan(name, x64):
+  """With drafts, so that recurrent layers take in a part of a block."""
+  decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES[name]))
+  both = [
+      br.sample(
+          decoder, params, PROMPT, key=jax.random.key(5), branches=2,
+          max_tokens=9, layers=layers, drafter=NGram(), draft_length=2,
+          compact=False,
+      )
+      for layers in (None, unstacked.layers(decoder.config, params))
+  ]
+  np.testing.assert_array_equal(both[0].tokens, both[1].tokens)
+  np.testing.assert_allclose(
+      both[0].log_probs, both[1].log_probs, rtol=0, atol=1e-11
+  )
+
+
+def test_layers_of_other_parameters_are_an_error():
+  decoder, params = tiny.model(tiny.BASE)
+  other = jax.tree.map(lambda x: 2 * x, params)
+  with pytest.raises(ValueError, match="layers= were made from other"):
+    br.sample(
+        decoder, params, PROMPT, key=jax.random.key(5), branches=2,
+        max_tokens=2, layers=unstacked.layers(decoder.config, other),
+    )
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay.ops import few_rows
 from branch_replay.ops import rope
 
 
@@ -66,7 +67,8 @@ def norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
 class Linear(nn.Module):
   """x_NA ↦ xW + b, plus (α/r)(xA)B where the config puts an adapter.
 
-  The adapter starts at zero: B does, and A at random.
+  The adapter starts at zero: B does, and A at random. Parameters of
+  `rollout.unstacked` hold Wᵀ as "kernel_T" in place of W, "kernel".
   """
 
   config: config_lib.ModelConfig
@@ -83,9 +85,13 @@ class Linear(nn.Module):
       kernel = self.param(name, init, (x.shape[-1], features), dtype)
       return x @ kernel.astype(x.dtype)
 
-    y_NB = product(
-        x_NA, "kernel", random, self.features, config.param_dtype
-    )
+    if self.has_variable("params", "kernel_T"):
+      kernel_BA = self.get_variable("params", "kernel_T").astype(x_NA.dtype)
+      y_NB = few_rows.product(x_NA, kernel_BA).astype(x_NA.dtype)
+    else:
+      y_NB = product(
+          x_NA, "kernel", random, self.features, config.param_dtype
+      )
     if self.bias:
       b_B = self.param("bias", zeros, (self.features,), config.param_dtype)
       y_NB += b_B.astype(y_NB.dtype)[None]

@@ -13,13 +13,12 @@ came before, and `settle` takes in as many of the inputs as the row did.
 """
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
-from branch_replay import config as config_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
+from branch_replay.ops import few_rows
 
 
 def keep(cache, index):
@@ -34,7 +33,7 @@ def slots(starts_N, tokens: int):
 
 def run(
     model: decoder.Decoder, params, state: state_lib.PrefixState, cache,
-    starts_N, tokens_NT,
+    starts_N, tokens_NT, layers=None,
 ):
   """Runs a block of every row.
 
@@ -45,6 +44,7 @@ def run(
     cache: of `state.caches`, holding inputs 0 … start − 1 of every row.
     starts_N: i32, inputs of each row that are cached.
     tokens_NT: i32, its next inputs.
+    layers: its layers one by one, as `segment.decode` takes them, or None.
 
   Returns:
     hidden_NTM after the final norm, the cache with the block in it, and what
@@ -54,7 +54,7 @@ def run(
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
   x_NTM, cache, block = segment.decode(
       model.config, params["layers"], x_NTM, state, cache,
-      slots(starts_N, tokens_NT.shape[1]),
+      slots(starts_N, tokens_NT.shape[1]), layers,
   )
   return model.apply(outer, x_NTM, method="normalize"), cache, block
 
@@ -74,9 +74,4 @@ def head_table(model: decoder.Decoder, params) -> jax.Array:
 
 def logits(hidden_NM, table_VM) -> jax.Array:
   """[N, V], at least float32."""
-  return lax.dot_general(
-      hidden_NM,
-      table_VM.astype(hidden_NM.dtype),
-      (((1,), (1,)), ((), ())),
-      preferred_element_type=config_lib.at_least_float32(hidden_NM.dtype),
-  )
+  return few_rows.product(hidden_NM, table_VM.astype(hidden_NM.dtype))

@@ -92,6 +92,11 @@ def keep(drafter, rows: round_lib.Rows, index) -> round_lib.Rows:
   )
 
 
+def _programs() -> int:
+  """Programs of this module that have been compiled so far."""
+  return rounds._cache_size() + keep._cache_size()
+
+
 def run(
     model: decoder.Decoder, law: law_lib.Law, inputs: Inputs, drafter,
     draft_lengths: Mapping[int, int], *, branches: int, room: int,
@@ -117,6 +122,7 @@ def run(
   sizes = tuple(draft_lengths)
   for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
     count, before, began = 0, tokens, time.perf_counter()
+    programs = _programs()
     if np.sum(~finished_N) > smaller:  # else they fit the next bucket
       if finished_N.size > size:
         # Unfinished rows first; finished ones fill the bucket up.
@@ -130,8 +136,9 @@ def run(
       finished_N = finish_G[ids_N] != Finish.RUNNING
       tokens = int(np.sum(answers.lengths))
     seconds = time.perf_counter() - began
-    work.append(
-        (size, draft_lengths[size], int(count), tokens - before, seconds)
-    )
+    work.append((
+        size, draft_lengths[size], int(count), tokens - before, seconds,
+        _programs() > programs,
+    ))
   columns = map(np.asarray, zip(*work, strict=True))
   return dataclasses.replace(answers, work=result.Work(*columns))

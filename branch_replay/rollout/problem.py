@@ -3,6 +3,7 @@
 """What a rollout is a function of."""
 
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ class Inputs(NamedTuple):
     key: of the noise.
     stop_ids: i32[any], ids that end a row.
     limit: i32[], the most tokens of a row.
+    layers: of `params`, as `segment.decode` takes them, or None.
   """
 
   params: dict
@@ -45,3 +47,4 @@ class Inputs(NamedTuple):
   key: jax.Array
   stop_ids: jax.Array
   limit: jax.Array
+  layers: Any = None

@@ -30,7 +30,8 @@ class Work:
     draft_lengths: i64[B], tokens drafted a round.
     rounds: i64[B], forward passes of that many rows; 0 for a skipped bucket.
     tokens: i64[B], tokens that these rounds gave.
-    seconds: f64[B], wall time; a first run of its kind compiles in it.
+    seconds: f64[B], wall time.
+    compiled: bool[B], whether something was compiled in that time.
   """
 
   buckets: np.ndarray
@@ -38,6 +39,7 @@ class Work:
   rounds: np.ndarray
   tokens: np.ndarray
   seconds: np.ndarray
+  compiled: np.ndarray
 
 
 @jax.tree_util.register_dataclass
@@ -81,9 +83,10 @@ class Rollout:
 
   def tails(self) -> list[list[int]]:
     """The sampled ids, row by row, without padding."""
+    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
     return [
         row[:length].tolist()
-        for row, length in zip(self.tokens, self.lengths, strict=True)
+        for row, length in zip(tokens, lengths, strict=True)
     ]
 
 

@@ -97,7 +97,7 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
     draft_Nk, memory = drafter.propose(task, memory, view)
   hidden_NTM, cache, inputs_run = block.run(
       task.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
-      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
+      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1), inputs.layers,
   )
   tokens_NT, log_probs_NT = _draw(task, inputs, hidden_NTM, view.noise_NTV)
   accepted_N = accept(draft_Nk, tokens_NT)

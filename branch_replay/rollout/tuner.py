@@ -59,8 +59,6 @@ class Tuner:
     seed: of the choices that are random.
     step: calls of `choose` so far.
     rates: tokens per second, by arm, oldest first.
-    compiled: arms that have run. The first run of an arm compiles, and is no
-      measurement.
   """
 
   draft_lengths: tuple[int, ...] = (0, 1, 2, 4)
@@ -72,7 +70,6 @@ class Tuner:
   rates: Mapping[Arm, tuple[float, ...]] = dataclasses.field(
       default_factory=dict
   )
-  compiled: frozenset[Arm] = frozenset()
 
   def __post_init__(self):
     lengths = self.draft_lengths
@@ -107,31 +104,23 @@ def choose(
 
 
 def observe(tuner: Tuner, work: Work) -> Tuner:
-  """The state with what a rollout measured.
+  """The state with what a rollout measured, where nothing was compiled.
 
   Raises:
     ValueError: the rollout ran a draft length that is not an arm.
   """
-  rates, compiled = dict(tuner.rates), set(tuner.compiled)
-  for bucket, length, rounds, tokens, seconds in zip(
-      *(getattr(work, field.name) for field in dataclasses.fields(work)),
-      strict=True,
-  ):
-    arm = int(bucket), int(length)
+  rates = dict(tuner.rates)
+  for place, seconds in enumerate(work.seconds):
+    arm = int(work.buckets[place]), int(work.draft_lengths[place])
     if arm[1] not in tuner.draft_lengths:
       raise ValueError(
           f"A rollout with draft length {arm[1]} says nothing about "
           f"draft_lengths={tuner.draft_lengths}."
       )
-    if not rounds:
-      continue
-    if arm in compiled:
-      past = rates.get(arm, ())
-      rates[arm] = (*past, float(tokens / seconds))[-tuner.window :]
-    compiled.add(arm)
-  return dataclasses.replace(
-      tuner, rates=rates, compiled=frozenset(compiled)
-  )
+    if work.rounds[place] and not work.compiled[place]:
+      rate = float(work.tokens[place] / seconds)
+      rates[arm] = (*rates.get(arm, ()), rate)[-tuner.window :]
+  return dataclasses.replace(tuner, rates=rates)
 
 
 def _decide(tuner: Tuner, bucket: int) -> Decision:

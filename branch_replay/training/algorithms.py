@@ -51,7 +51,8 @@ class Supervised:
   needs_reference = False
   needs_outputs = False
 
-  def loss(self, log_probs_GT, weights_GT):
+  @staticmethod  # one function: a method of each object would compile anew
+  def loss(log_probs_GT, weights_GT):
     """Σ w (−log p)."""
     return -jnp.sum(weights_GT * log_probs_GT)
 

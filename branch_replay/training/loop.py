@@ -251,6 +251,7 @@ def _evaluate(run: Run, train_state, phase) -> float:
   return phases_lib.evaluate(
       run.model, phases_lib.on_one_device(train_state.params, phase.learner),
       of.task, of.rollouts, split=of.split, prompts=of.prompts, seed=run.seed,
+      schedule=phase.learner.schedule,
   )
 
 

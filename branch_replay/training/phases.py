@@ -15,6 +15,7 @@ import numpy as np
 from branch_replay.layout import Layout
 from branch_replay.rl import advantages
 from branch_replay.rl import metrics
+from branch_replay.schedule import Schedule
 from branch_replay.tasks import task as task_lib
 from branch_replay.training import algorithms
 from branch_replay.training import experience as experience_lib
@@ -315,7 +316,8 @@ def on_one_device(params, learner: learner_lib.Learner):
 
 
 def evaluate(
-    model, params, task, rollouts, *, split: str, prompts: int, seed: int
+    model, params, task, rollouts, *, split: str, prompts: int, seed: int,
+    schedule: Schedule = Schedule(),
 ) -> float:
   """Mean reward of sampled answers to the first prompts of a split.
 
@@ -327,6 +329,7 @@ def evaluate(
     split: held out.
     prompts: how many.
     seed: of the noise.
+    schedule: of the captures; its layout is not used.
 
   Returns:
     The mean over prompts and answers.
@@ -337,6 +340,7 @@ def evaluate(
     one = experience_lib.collect(
         model, params, task, task.split(split)[number], rollouts,
         key=jax.random.fold_in(key, number), version=0,
+        schedule=dataclasses.replace(schedule, layout=Layout()),
     )
     rewards.append(one.rewards.mean())
   return float(np.mean(rewards))

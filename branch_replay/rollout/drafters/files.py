@@ -33,9 +33,8 @@ def save(directory: str | os.PathLike, drafter: learned.Learned) -> None:
       tensors | {"vocabulary": np.asarray(drafter.vocabulary)},
       directory / _WEIGHTS,
   )
-  width = drafter.params["pair"]["kernel"].shape[1]
-  about = {"kind": "learned", "width": width}
-  (directory / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+  about = json.dumps({"kind": "learned"}, indent=1) + "\n"
+  (directory / _ABOUT).write_text(about)
 
 
 def load(

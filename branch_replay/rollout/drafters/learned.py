@@ -5,7 +5,7 @@
 With h_t the model's hidden state after token x_t, item t of a row is the pair
 (h_t, x_{t+1}), from which the layer predicts h_{t+1} and so, through the
 model's own head, x_{t+2}. Where h is not known yet its prediction takes its
-place. Embedding, final norm and head are the model's, read when needed, so
+place. Embedding, final norm and head are the model's, read in every rollout, so
 they are never stale; the layer and the map that joins the pair are trained.
 
 The layer attends to the row's earlier items, whose keys and values are its own,
@@ -47,10 +47,12 @@ class Memory(NamedTuple):
   Attributes:
     cache: of `block`, of one layer: all items of the rows so far.
     hidden_NM: the prediction from the last of them.
+    table_UM: the head's rows of the vocabulary that is drafted.
   """
 
   cache: tuple[jax.Array, jax.Array]
   hidden_NM: jax.Array
+  table_UM: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +110,6 @@ class Learned:
   def init(
       self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
   ) -> Memory:
-    del inputs
     config = model.config
     rows = self.params["pair"]["kernel"].shape[0]
     if rows != 2 * config.width:
@@ -120,13 +121,11 @@ class Learned:
     return Memory(
         mixer.cache(config, 1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
+        block.head_table(model, inputs.params)[self.vocabulary],
     )
 
   def propose(self, task: Task, memory: Memory, view: View):
-    table_UM = block.head_table(task.model, view.inputs.params)[
-        self.vocabulary
-    ]
-    cache, hidden_NM = memory
+    cache, hidden_NM, table_UM = memory
     drafts = []
     for index in range(task.draft_length):
       if index:
@@ -147,7 +146,7 @@ class Learned:
         else jnp.zeros((view.ids_N.size, 0), jnp.int32)
     )
     # Items made of predictions are stale: `observe` writes over all of them.
-    return draft_Nk, Memory(cache, memory.hidden_NM)
+    return draft_Nk, memory._replace(cache=cache)
 
   def observe(
       self, task: Task, memory: Memory, view: View, outcome: Outcome
@@ -158,10 +157,13 @@ class Learned:
     )
     last_N11 = jnp.maximum(outcome.emitted_N - 1, 0)[:, None, None]
     hidden_N1M = jnp.take_along_axis(hidden_NTM, last_N11, axis=1)
-    return Memory(cache, hidden_N1M[:, 0])
+    return memory._replace(cache=cache, hidden_NM=hidden_N1M[:, 0])
 
   def keep(self, memory: Memory, index) -> Memory:
-    return Memory(block.keep(memory.cache, index), memory.hidden_NM[index])
+    return memory._replace(
+        cache=block.keep(memory.cache, index),
+        hidden_NM=memory.hidden_NM[index],
+    )
 
   def _run(
       self, model, inputs: Inputs, cache, starts_N, hidden_NTM, tokens_NT
@@ -197,7 +199,7 @@ def check_fits(config: config_lib.ModelConfig) -> None:
 def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
   """All that the drafter reads of a captured prompt."""
   return dataclasses.replace(
-      state, mixer=tuple(x[-1:] for x in state.mixer), kept=None
+      state, mixer=tuple(x[-1:] for x in state.mixer), kept=None, choices={}
   )
 
 

@@ -71,6 +71,8 @@ class Studies:
   fresh: float = 0.5
 
   def __post_init__(self):
+    if self.until is not None and self.until < 1:
+      raise ValueError(f"until={self.until} steps leave it untrained.")
     if self.updates < 1 or self.vocabulary < 1:
       raise ValueError(
           f"updates={self.updates} and vocabulary={self.vocabulary} must be at "
@@ -90,7 +92,6 @@ class Speculator:
     temperature: that answers are sampled at.
     seed: of the drafter's first parameters and of what it is shown.
     schedule: of the replays that lessons are made by.
-    longest: tokens that n-grams match at most.
 
   Raises:
     ValueError: an unknown kind, or a model that the drafter does not fit.
@@ -107,7 +108,6 @@ class Speculator:
       temperature: float = 1.0,
       seed: int = 0,
       schedule: Schedule = Schedule(),
-      longest: int = 4,
   ):
     if kind not in get_args(Kind):
       raise ValueError(
@@ -118,7 +118,7 @@ class Speculator:
     self._model, self._tuner, self._watch = model, tuner, watch
     self._studies, self._seed, self._schedule = studies, seed, schedule
     self._step, self._seen, self._log = 0, [], None
-    self._fixed = ngram.NGram(longest) if kind == "ngram" else None
+    self._fixed = ngram.NGram() if kind == "ngram" else None
     if studies is not None:
       learned_lib.check_fits(model.config)
       if studies.vocabulary > model.config.vocab_size:
@@ -158,8 +158,6 @@ class Speculator:
         self._tuner, loop.buckets(branches)
     )
     self._write(decisions)
-    if not any(lengths.values()):
-      return {}  # a drafter that only observes is not free
     return {"drafter": drafter, "draft_length": lengths}
 
   def saw(self, rollout: result.Rollout) -> None:
@@ -188,7 +186,12 @@ class Speculator:
       share of the drafts that were taken; draft/length, drafts a pass;
       draft/alarm, 1 where they have just been switched off; and of a learned
       drafter draft/version and draft/loss.
+
+    Raises:
+      ValueError: `saw` was not told of a rollout of this step.
     """
+    if not self._seen:
+      raise ValueError("study follows sampling: call saw first.")
     tokens, rounds, drafted, accepted = np.sum(self._seen, axis=0).tolist()
     self._watch, alarm = watch_lib.observe(
         self._watch, self._step, drafted, accepted
