@@ -494,7 +494,7 @@ class ModelConfig:
 
   @property
   def recurrent(self) -> bool:
-    """Whether a layer's state has one size whatever the prefix's length."""
+    """Whether a layer's state goes from token to token."""
     return any(
         kind.recurrent if isinstance(kind, LayerKind) else kind == "delta"
         for kind in self.layer_pattern

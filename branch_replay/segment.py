@@ -416,16 +416,16 @@ def decode(
       caches, of_turn = list(caches), []
       for place, kind in enumerate(part.kinds):
         def mix(params, mixed, place=place, kind=kind):
-          out, cache, block = kinds.mixer(kind).decode(
+          out, cache, left = kinds.mixer(kind).decode(
               config, params, mixed, index, caches[place], prefixes[place],
               state.length, slots_GT,
           )
-          return out, (cache, block)
+          return out, (cache, left)
 
-        x_GTM, (caches[place], block), _ = layer_forward(
+        x_GTM, (caches[place], left), _ = layer_forward(
             config, kind, stacks[place], x_GTM, mix
         )
-        of_turn.append(block)
+        of_turn.append(left)
       return (x_GTM, caches), of_turn
 
     carry = x_GTM, of_part
@@ -446,7 +446,7 @@ def decode(
 
 
 def settle(
-    config: config_lib.ModelConfig, layer_params, caches, block, taken_G
+    config: config_lib.ModelConfig, layer_params, caches, left, taken_G
 ):
   """The caches after those tokens of a block that each branch took.
 
@@ -454,16 +454,16 @@ def settle(
     config: geometry.
     layer_params: as in `decode`.
     caches: that `decode` returned.
-    block: that `decode` returned.
+    left: the block that `decode` returned.
     taken_G: i32, how many of the block's tokens, the first ones, are now of
       the branch.
   """
-  def of_stack(kind, params, caches, block):
+  def of_stack(kind, params, caches, left):
     mixer = kinds.mixer(kind)
     own = params.get(mixer.STAGE, {})
-    return mixer.settle(config, own, caches, block, taken_G)
+    return mixer.settle(config, own, caches, left, taken_G)
 
-  return pattern.over(config, of_stack, layer_params, caches, block)
+  return pattern.over(config, of_stack, layer_params, caches, left)
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):

@@ -66,6 +66,13 @@ class Run(NamedTuple):
 
 
 class Step(NamedTuple):
+  """What is done to one run of tokens.
+
+  Attributes:
+    kind: which of the compiled steps.
+    run: the tokens.
+  """
+
   kind: Kind
   run: Run
 

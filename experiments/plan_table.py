@@ -51,8 +51,7 @@ _PLANNED = tuple(
 )
 _HYBRID = tuple(
     dict(
-        model="qwen3.5-27b", prefix=prefix, mode=mode, adapter_rank=rank,
-        compile=False,
+        model="qwen3.5-27b", prefix=prefix, mode=mode, adapter_rank=rank
     )
     for prefix in (2097152, 4456448)
     for rank in (0, 16)

@@ -42,6 +42,12 @@ def comparison(results: dict) -> str:
   return head + "".join(lines)
 
 
+def _compiled(plan: dict, unit: str = "") -> str:
+  """The compiler's peak, in GiB."""
+  size = plan.get("compiled_bytes_per_device")
+  return f"{size / 2**30:.1f}{unit}" if size else "–"
+
+
 def plans(results: dict) -> str:
   """Plans of the 8B decoder, those that were compiled first."""
   head = (
@@ -54,14 +60,13 @@ def plans(results: dict) -> str:
     if plan["model"] != "qwen3-8b":
       continue
     rank = flags["adapter_rank"]
-    compiled = plan.get("compiled_bytes_per_device")
     rows.append(
         f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
         f"| {'loops' if flags['attention'] == 'loops' else 'kernel'} "
         f"| {plan['branches']} | {plan['prefix']:,} "
         f"| {'–' if plan['mode'] == 'stop' else flags['accumulator_dtype']} "
         f"| {plan['bytes_per_device']['total'] / 2**30:.1f} GiB "
-        f"| {f'{compiled / 2**30:.1f} GiB' if compiled else '–'} "
+        f"| {_compiled(plan, ' GiB')} "
         f"| {plan['longest_prefix']:,} |\n"
     )
   return head + "".join(rows)
@@ -71,9 +76,9 @@ def hybrid_plans(results: dict) -> str:
   """Plans of the 27B hybrid: what each part of a device's memory holds."""
   kinds = "state", "accumulator", "kept", "working"
   head = (
-      f"| mode | trains | P | weights | {' | '.join(kinds)} | total "
-      "| fits 88 GiB | longest P that does |\n"
-      f"|{'---|' * (len(kinds) + 7)}\n"
+      f"| mode | trains | P | weights | {' | '.join(kinds)} | planned "
+      "| compiled | fits 88 GiB | longest P that does |\n"
+      f"|{'---|' * (len(kinds) + 8)}\n"
   )
   rows = []
   for plan in results["plans"]:
@@ -85,7 +90,7 @@ def hybrid_plans(results: dict) -> str:
         f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
         f"| {plan['prefix']:,} | {weights / 2**30:.1f} "
         + "".join(f"| {size[kind] / 2**30:.1f} " for kind in kinds)
-        + f"| {size['total'] / 2**30:.1f} "
+        + f"| {size['total'] / 2**30:.1f} | {_compiled(plan)} "
         f"| {'yes' if plan['fits'] else 'no'} | {plan['longest_prefix']:,} |\n"
     )
   return head + "".join(rows)

@@ -184,5 +184,6 @@ def simulated(results: dict) -> str:
       f"| {results['speedup_free_training']:.2f}× | {drafts['idle']:.0%} "
       f"| {drafts['updates_in_idle']:.0f} |\n"
       f"| with drafts, {results['config']['updates']} updates after the "
-      f"rollout | {after:.1f} | {results['speedup_counted_training']:.2f}× | – | – |\n"
+      f"rollout | {after:.1f} | {results['speedup_counted_training']:.2f}× "
+      "| – | – |\n"
   )

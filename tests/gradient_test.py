@@ -49,7 +49,10 @@ def by_autodiff(decoder, params, group, weights, **options):
   )(params)
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+# Two that differ from "yarn" in the constants of RoPE alone.
+@pytest.mark.parametrize(
+    "name", sorted(tiny.ARCHITECTURES.keys() - {"linear", "llama3"})
+)
 def test_exact_and_full_equal_dense_for_every_architecture(x64, name):
   decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES[name]))
   group = tiny.group(tails=(5, 1, 3))
@@ -219,19 +222,6 @@ def test_stacked_groups_equal_the_sum_of_their_gradients(x64):
     assert not mine[:, width:].any()
   gradient = by_autodiff(decoder, params, stacked, weights, schedule=schedule)
   assert tiny.worst(gradient, wanted) <= TOLERANCE
-
-
-def test_perturbing_one_branch_leaves_its_siblings_bit_equal():
-  decoder, params = tiny.model(tiny.BASE)
-  group = tiny.group(tails=(5, 6, 7))
-  other = dataclasses.replace(
-      group, tails=group.tails.at[1].set((group.tails[1] + 1) % 64)
-  )
-  before = br.log_probs(decoder, params, group)
-  after = br.log_probs(decoder, params, other)
-  chex.assert_trees_all_equal(before[0], after[0])
-  chex.assert_trees_all_equal(before[2], after[2])
-  assert (before[1, :6] != after[1, :6]).all()
 
 
 def test_each_branch_is_predicted_by_the_shared_last_prompt_token(x64):

@@ -109,7 +109,7 @@ def test_no_collective_carries_a_prefix_of_latents(monkeypatch):
   assert not sharding_test.carries_the_prefix(text)
 
 
-@pytest.mark.parametrize("name", ("hybrid", "experts"))
+@pytest.mark.parametrize("name", ("llama", "hybrid", "experts"))
 def test_perturbing_one_branch_leaves_its_siblings_bit_equal(x64, name):
   mixer_suite.siblings_are_independent(config_of(name))
 

@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import branch_replay as br
 from branch_replay.rollout import loop
@@ -110,30 +109,6 @@ def test_one_loop_is_compiled_for_each_bucket_that_is_reached():
   )
   reached = (first.work.rounds > 0) | (other.work.rounds > 0)
   assert loop.rounds._cache_size() - before == np.count_nonzero(reached)
-
-
-@pytest.mark.parametrize("temperature, wide, tolerance", (
-    (0.7, True, 1e-10), (1.0, False, 1e-4),
-))
-def test_log_probs_are_those_of_the_trainer(temperature, wide, tolerance):
-  config = CONFIG if wide else tiny.BASE
-  decoder, params = tiny.model(config)
-  with jax.enable_x64(wide):
-    result = br.sample(
-        decoder, params, PROMPT, key=jax.random.key(1), branches=BRANCHES,
-        max_tokens=TOKENS, stop_ids=STOPS, law=br.Law(temperature),
-        compact=False,
-    )
-    group = br.Group.create(PROMPT, result.tails(), config=config)
-    replayed_GT = br.log_probs(
-        decoder, params, group, state=result.state, temperature=temperature
-    )
-  width = group.tails.shape[1]
-  assert int(result.lengths.max()) <= width
-  np.testing.assert_allclose(
-      np.pad(result.log_probs, ((0, 0), (0, width)))[:, :width], replayed_GT,
-      rtol=0, atol=tolerance,
-  )
 
 
 def test_a_group_that_ends_at_once_takes_one_round():

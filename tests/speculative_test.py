@@ -244,8 +244,17 @@ def test_one_loop_is_compiled_for_each_bucket_and_draft_length():
   before = loop.rounds._cache_size()
   first = run(draft_length=2, **options)
   again = run(draft_length=2, seed=8, **options)
-  reached = (first.work.rounds > 0) | (again.work.rounds > 0)
-  assert loop.rounds._cache_size() - before == np.count_nonzero(reached)
+  other = run(draft_length={3: 0, 2: 1, 1: 2}, **options)
+  reached = {
+      (size, length)
+      for work in (first.work, again.work, other.work)
+      for size, length, rounds in zip(
+          work.buckets.tolist(), work.draft_lengths.tolist(), work.rounds,
+          strict=True,
+      ) if rounds
+  }
+  assert {(3, 2), (3, 0)} < reached
+  assert loop.rounds._cache_size() - before == len(reached)
 
 
 def test_float32_log_probs_are_the_model_s_and_the_trainer_s():

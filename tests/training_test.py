@@ -241,13 +241,14 @@ def test_pairs_are_best_against_worst():
 
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, small):
   model, params = small
-  straight = loop.train(run_of(model), params, tmp_path / "straight")
+  run = run_of(model)  # whose learners compile once
+  straight = loop.train(run, params, tmp_path / "straight")
   # Stopped in the middle of a phase, and between the two.
   for at in (0, 1, 2, 4):
     folder = tmp_path / f"stopped{at}"
     with pytest.raises(RuntimeError, match="killed"):
-      loop.train(killed_after(run_of(model), at), params, folder)
-    resumed = loop.train(run_of(model), params, folder)
+      loop.train(killed_after(run, at), params, folder)
+    resumed = loop.train(run, params, folder)
     chex.assert_trees_all_equal(resumed, straight)
     rows, wanted = metrics.read(folder), metrics.read(tmp_path / "straight")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
