@@ -24,7 +24,7 @@ compare: $(READY)
 	  --config=configs/compare_smollm2.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 train-tiny: $(READY)
 	$(BIN)/python -m experiments.train --config=configs/train_tiny.py

@@ -81,9 +81,11 @@ def hybrid_plans(results: dict) -> str:
       f"|{'---|' * (len(kinds) + 8)}\n"
   )
   rows = []
-  for plan in results["plans"]:
-    if plan["model"] != "qwen3.5-27b":
-      continue
+  mine = [one for one in results["plans"] if one["model"] == "qwen3.5-27b"]
+  mine.sort(key=lambda one: (
+      one["prefix"], one["flags"]["adapter_rank"], one["mode"]
+  ))
+  for plan in mine:
     rank, size = plan["flags"]["adapter_rank"], plan["bytes_per_device"]
     weights = size["parameters"] + size["gradients"] + size["optimizer"]
     rows.append(

@@ -26,7 +26,7 @@ class Blind:
 class Random(Blind):
   """Ids that have nothing to do with the model, some of which may fit."""
 
-  ids: int = dataclasses.field(default=64, metadata=dict(static=True))
+  ids: int = 64
 
   def propose(self, task, memory, view):
     shape = view.ids_N.size, task.draft_length
@@ -39,7 +39,7 @@ class Random(Blind):
 class Constant(Blind):
   """Always the same id, which need not be one of the vocabulary."""
 
-  id: int = dataclasses.field(default=1, metadata=dict(static=True))
+  id: int = 1
 
   def propose(self, task, memory, view):
     shape = view.ids_N.size, task.draft_length

@@ -178,7 +178,7 @@ def test_the_plain_rollout_is_one_that_can_go_wrong():
 @pytest.mark.parametrize("make, length, compact", (
     (NGram, 2, False),
     (drafters.Random, 3, False),
-    (functools.partial(drafters.Random, 3), 7, False),
+    (functools.partial(drafters.Random, 3), 3, False),
     (functools.partial(oracle, 100), 5, False),
     (functools.partial(oracle, (0, 2, 4, 1, 3, 4)), 4, False),
     (functools.partial(oracle, (6, 0, 2, 5, 1, 3)),

@@ -36,23 +36,34 @@ def problem():
   return decoder, params, group, tiny.weights(group)
 
 
-def prepared(sampling):
-  """The prefix pass alone, after capture and tails."""
-  decoder, params, group, weights = problem()
-  task = prefix_replay.make_task(
+def task_of(sampling):
+  decoder, _, group, _ = problem()
+  return prefix_replay.make_task(
       decoder, group, readout.LogProbs(), "sampled", CHUNKS, sampling
   )
+
+
+@functools.cache
+def visited():
+  """State, gradients and accumulator after the tails, whatever the law."""
+  decoder, params, group, weights = problem()
   state = br.capture(decoder, params, group, schedule=CHUNKS)
 
   @jax.jit
   def visit():
     accumulator = tuple(jnp.zeros_like(x) for x in state.mixer)
     return engine.visit_branches(
-        task, params, engine.zero_grads(params), accumulator, state, group,
-        passes.cotangent_of(tiny.loss), (weights,),
+        task_of(br.Sampling()), params, engine.zero_grads(params), accumulator,
+        state, group, passes.cotangent_of(tiny.loss), (weights,),
     )[:2]
 
-  grads, accumulator = visit()
+  return state, *visit()
+
+
+def prepared(sampling):
+  """The prefix pass alone, after capture and tails."""
+  _, params, *_ = problem()
+  task, (state, grads, accumulator) = task_of(sampling), visited()
 
   @jax.jit
   def run(uniform_N):

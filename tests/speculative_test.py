@@ -79,9 +79,9 @@ def test_the_plain_rollout_is_one_that_can_go_wrong():
 
 @pytest.mark.parametrize("make, length, compact", (
     (drafters.Random, 3, False),
-    (functools.partial(drafters.Random, 3), 7, False),
+    (functools.partial(drafters.Random, 3), 3, False),
     (functools.partial(drafters.Constant, 10**6), 3, False),  # no such id
-    (functools.partial(drafters.Constant, -1), 1, False),
+    (functools.partial(drafters.Constant, -1), 3, False),
     (NGram, 1, False),
     (NGram, 3, False),
     (itself, 3, True),

@@ -3,6 +3,7 @@
 """The tuner on synthetic timings, and on a rollout's."""
 
 import collections
+import dataclasses
 
 import jax
 import numpy as np
@@ -96,15 +97,47 @@ def test_the_median_of_the_window_counts():
 
 
 def test_other_arms_are_explored_as_often_as_asked():
+  """Of whole rollouts, half of the time without any drafts."""
   tuner, _ = play(Tuner((0, 1, 4), epsilon=0.2), 6)
   tuner, log = play(tuner, 1000)
   explored = [one for one in log if one.reason == "explore"]
-  assert 320 < len(explored) < 480  # of 2000
+  assert 320 < len(explored) < 480  # two of every such rollout
   taken = collections.Counter(
       (one.bucket, one.draft_length) for one in explored
   )
-  assert set(taken) == {(8, 1), (8, 4), (2, 0), (2, 1)}
-  assert min(taken.values()) > 60
+  assert set(taken) == set(RATES) and min(taken.values()) > 20
+  assert min(taken[8, 0], taken[2, 0]) > 80
+
+
+def test_a_drafter_that_does_not_pay_as_a_whole_is_left_out():
+  """It observes in the bucket that does not draft, and costs more there."""
+  def measured(lengths):
+    mixed = any(lengths.values()) and not lengths[8]
+    observing = {(8, 0): 60.0} if mixed else {}
+    return work(lengths, RATES | {(8, 1): 50.0} | observing)
+
+  # Whole: 290 tokens in 5 s without drafts, (120 + 180) / 5 s with them.
+  for margin, settled in ((0.0, "best"), (0.05, "off")):
+    tuner = Tuner((0, 1, 4), epsilon=0.0, margin=margin)
+    for _ in range(8):
+      tuner, lengths, decisions = tuner_lib.choose(tuner, BUCKETS)
+      tuner = tuner_lib.observe(tuner, measured(lengths))
+    assert {one.reason for one in decisions} == {settled}
+    assert lengths == {8: 0, 2: 0 if settled == "off" else 4}
+
+
+def test_a_bucket_that_is_not_reached_is_given_up():
+  """Else its untried arms would keep the drafter running for nothing."""
+  def only_eight(lengths):
+    found = work(lengths)
+    return dataclasses.replace(found, rounds=np.array([10, 0]))
+
+  tuner = Tuner((0, 1, 4), epsilon=0.0, tries=2)
+  for _ in range(8):
+    tuner, lengths, decisions = tuner_lib.choose(tuner, BUCKETS)
+    tuner = tuner_lib.observe(tuner, only_eight(lengths))
+  assert lengths == {8: 0, 2: 0}
+  assert [one.reason for one in decisions] == ["best", "best"]
 
 
 def test_the_same_seed_and_measurements_give_the_same_decisions():
@@ -127,7 +160,7 @@ def test_what_a_rollout_measured_is_what_a_tuner_reads():
   tuner, first = Tuner((0, 2)), set()
   for _ in range(6):
     tuner, lengths, _ = tuner_lib.choose(tuner, loop.buckets(3))
-    assert lengths == {3: lengths[3], 2: 0, 1: 0}
+    lengths |= {2: 0, 1: 0}
     rollout = br.sample(
         decoder, params, (1, 2, 3), key=jax.random.key(0), branches=3,
         max_tokens=6, drafter=NGram(), draft_length=lengths,
@@ -163,7 +196,8 @@ def test_a_loop_that_is_compiled_for_a_mixture_says_so():
     (dict(draft_lengths=(1, 2)), "0 among them"),
     (dict(draft_lengths=(0, 1, 1)), "each length once"),
     (dict(draft_lengths=(0, -1)), "each length once"),
-    (dict(window=0), "window.*0"),
+    (dict(window=0), "window=0"),
+    (dict(tries=0), "tries=0"),
     (dict(epsilon=1.5), "epsilon.*1.5"),
 ))
 def test_settings_that_make_no_tuner(options, message):

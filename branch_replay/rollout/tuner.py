@@ -4,16 +4,20 @@
 
 An arm is a draft length; 0, which drafts nothing, is always one. Its reward in
 a bucket is the median, over the last rollouts that ran it there, of tokens
-emitted per second of wall time. The best arm is taken, and with probability ε
-any other one; an arm that is not clearly faster than 0 counts as slower, or the
-luckiest measurement would win where drafts do not pay. Pure functions of a
-frozen state: the same measurements give the same decisions.
+emitted per second of wall time. Every arm is tried first; then the best one of
+each bucket is taken. An arm that is not clearly faster than 0 counts as slower,
+or the luckiest measurement would win where drafts do not pay. A drafter also
+costs time in the buckets that do not draft, where it goes on observing: so
+whole rollouts are compared as well, and it is left out where they are not
+clearly faster with it. With probability ε a rollout tries something else.
+
+Pure functions of a frozen state: the same measurements give the same decisions.
 
   tuner, lengths, decisions = choose(tuner, loop.buckets(branches))
   rollout = sample(..., drafter=drafter, draft_length=lengths)
   tuner = observe(tuner, rollout.work)
 
-Source: the rule is that of TLT, https://arxiv.org/abs/2511.16665.
+Source: the rule by bucket is that of TLT, https://arxiv.org/abs/2511.16665.
 """
 
 from collections.abc import Mapping
@@ -36,7 +40,8 @@ class Decision(NamedTuple):
     step: how many times `choose` had been called.
     bucket: rows that are run at a time.
     draft_length: the choice.
-    reason: "untried" arms come first, then "explore" or "best".
+    reason: "untried" arms come first, then "best", or "off" where the best do
+      not pay as a whole, or "explore".
     rates: by draft length, median tokens per second as known then.
   """
 
@@ -56,20 +61,29 @@ class Tuner:
     window: measurements of an arm that count, the last ones.
     epsilon: ε.
     margin: by what share of its rate an arm has to beat 0.
+    tries: how often an arm that has no rate yet is asked for: a bucket may not
+      be reached, and what compiles is not measured.
     seed: of the choices that are random.
     step: calls of `choose` so far.
     rates: tokens per second, by arm, oldest first.
+    wholes: tokens per second of whole rollouts, by the arms of all buckets.
+    asked: how often an arm was taken as untried.
   """
 
   draft_lengths: tuple[int, ...] = (0, 1, 2, 4)
   window: int = 8
   epsilon: float = 0.1
   margin: float = 0.05
+  tries: int = 3
   seed: int = 0
   step: int = 0
   rates: Mapping[Arm, tuple[float, ...]] = dataclasses.field(
       default_factory=dict
   )
+  wholes: Mapping[tuple[Arm, ...], tuple[float, ...]] = dataclasses.field(
+      default_factory=dict
+  )
+  asked: Mapping[Arm, int] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     lengths = self.draft_lengths
@@ -78,8 +92,10 @@ class Tuner:
           f"draft_lengths={lengths}: name each length once, 0 among them, so "
           "that a drafter that does not pay can be left out."
       )
-    if self.window < 1:
-      raise ValueError(f"window must be at least 1, not {self.window}.")
+    if self.window < 1 or self.tries < 1:
+      raise ValueError(
+          f"window={self.window} and tries={self.tries} must be at least 1."
+      )
     if self.margin < 0:
       raise ValueError(f"margin must not be negative, as {self.margin} is.")
     if not 0 <= self.epsilon <= 1:
@@ -98,9 +114,27 @@ def choose(
   Returns:
     The next state, the draft lengths by bucket, and why.
   """
-  decisions = [_decide(tuner, bucket) for bucket in buckets]
-  lengths = {one.bucket: one.draft_length for one in decisions}
-  return dataclasses.replace(tuner, step=tuner.step + 1), lengths, decisions
+  untried = {
+      bucket: length for bucket in buckets
+      if (length := _untried(tuner, bucket)) is not None
+  }
+  best = {bucket: _best(tuner, bucket) for bucket in buckets}
+  if untried:
+    lengths, reason = best | untried, "best"
+  else:
+    lengths, reason = _settled(tuner, best)
+  decisions = [
+      Decision(
+          tuner.step, bucket, length,
+          "untried" if bucket in untried else reason, _medians(tuner, bucket),
+      )
+      for bucket, length in lengths.items()
+  ]
+  asked = dict(tuner.asked)
+  for arm in untried.items():
+    asked[arm] = asked.get(arm, 0) + 1
+  tuner = dataclasses.replace(tuner, step=tuner.step + 1, asked=asked)
+  return tuner, lengths, decisions
 
 
 def observe(tuner: Tuner, work: Work) -> Tuner:
@@ -109,35 +143,74 @@ def observe(tuner: Tuner, work: Work) -> Tuner:
   Raises:
     ValueError: the rollout ran a draft length that is not an arm.
   """
-  rates = dict(tuner.rates)
+  rates, wholes, arms = dict(tuner.rates), dict(tuner.wholes), []
   for place, seconds in enumerate(work.seconds):
     arm = int(work.buckets[place]), int(work.draft_lengths[place])
+    arms.append(arm)
     if arm[1] not in tuner.draft_lengths:
       raise ValueError(
           f"A rollout with draft length {arm[1]} says nothing about "
           f"draft_lengths={tuner.draft_lengths}."
       )
     if work.rounds[place] and not work.compiled[place]:
-      rate = float(work.tokens[place] / seconds)
-      rates[arm] = (*rates.get(arm, ()), rate)[-tuner.window :]
-  return dataclasses.replace(tuner, rates=rates)
+      _note(rates, arm, work.tokens[place] / seconds, tuner.window)
+  if np.any(work.rounds) and not np.any(work.compiled):
+    rate = np.sum(work.tokens) / np.sum(work.seconds)
+    _note(wholes, tuple(arms), rate, tuner.window)
+  return dataclasses.replace(tuner, rates=rates, wholes=wholes)
 
 
-def _decide(tuner: Tuner, bucket: int) -> Decision:
-  rates = {
+def _note(rates: dict, key, rate, window: int) -> None:
+  rates[key] = (*rates.get(key, ()), float(rate))[-window:]
+
+
+def _medians(tuner: Tuner, bucket: int) -> dict[int, float]:
+  return {
       length: statistics.median(tuner.rates[bucket, length])
       for length in tuner.draft_lengths
       if (bucket, length) in tuner.rates
   }
-  untried = [one for one in tuner.draft_lengths if one not in rates]
-  if untried:
-    return Decision(tuner.step, bucket, untried[0], "untried", rates)
-  best = max(tuner.draft_lengths, key=rates.get)
-  if rates[best] <= (1 + tuner.margin) * rates[0]:
-    best = 0
-  others = [one for one in tuner.draft_lengths if one != best]
-  rng = np.random.default_rng((tuner.seed, tuner.step, bucket))
-  if others and rng.random() < tuner.epsilon:
-    other = others[int(rng.integers(len(others)))]
-    return Decision(tuner.step, bucket, other, "explore", rates)
-  return Decision(tuner.step, bucket, best, "best", rates)
+
+
+def _untried(tuner: Tuner, bucket: int) -> int | None:
+  for length in tuner.draft_lengths:
+    arm = bucket, length
+    if arm not in tuner.rates and tuner.asked.get(arm, 0) < tuner.tries:
+      return length
+  return None
+
+
+def _best(tuner: Tuner, bucket: int) -> int:
+  """The fastest arm of a bucket that clearly beats 0, or 0."""
+  rates = _medians(tuner, bucket)
+  if 0 not in rates:
+    return 0
+  best = max(rates, key=rates.get)
+  return best if rates[best] > (1 + tuner.margin) * rates[0] else 0
+
+
+def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
+  """Draft lengths when all arms have been tried, and why."""
+  none = dict.fromkeys(best, 0)
+  usual, reason, other = best, "best", none
+  if best != none and not _pays(tuner, best, none):
+    usual, reason, other = none, "off", best
+  rng = np.random.default_rng((tuner.seed, tuner.step))
+  if rng.random() >= tuner.epsilon:
+    return usual, reason
+  if other != usual and rng.random() < 0.5:
+    return other, "explore"  # so that both are known as they are now
+  drawn = rng.choice(tuner.draft_lengths, len(best)).tolist()
+  return dict(zip(best, drawn, strict=True)), "explore"
+
+
+def _pays(tuner: Tuner, best: dict[int, int], none: dict[int, int]) -> bool:
+  """Whether whole rollouts are clearly faster, as far as it is known."""
+  drafting, plain = (
+      tuner.wholes.get(tuple(lengths.items())) for lengths in (best, none)
+  )
+  if drafting is None or plain is None:
+    return True
+  return statistics.median(drafting) > (1 + tuner.margin) * statistics.median(
+      plain
+  )
