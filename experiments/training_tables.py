@@ -138,13 +138,10 @@ def rollouts(results: dict) -> str:
 
 
 def _drafts(run: dict) -> str:
-  """The draft length, or those that a tuner took, by bucket."""
+  """The draft length, or those that a tuner took, largest bucket first."""
   if run["draft_length"] != "tuned":
     return str(run["draft_length"])
-  columns = zip(run["buckets"], run["bucket_draft_lengths"], strict=True)
-  return "tuned: " + ", ".join(
-      f"{length} for {rows} rows" for rows, length in columns
-  )
+  return "tuned: " + ", ".join(map(str, run["bucket_draft_lengths"]))
 
 
 def adapted(results: dict) -> str:

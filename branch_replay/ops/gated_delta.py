@@ -185,10 +185,7 @@ def _blocks(inputs: _Inputs, matrix_GKRDE):
       jnp.exp(total_NGKRB)[..., None] * k_NGKBD[:, :, :, None]
   )
   values = beta[..., None] * v_NGKRBE
-  solved = linalg.solve_triangular(
-      system, jnp.concatenate([keys, values], axis=-1), lower=True,
-      unit_diagonal=True,
-  )
+  solved = _solve(system, jnp.concatenate([keys, values], axis=-1))
   keys, values = jnp.split(solved, [keys.shape[-1]], axis=-1)
   to_end_NGKRB = jnp.exp(total_NGKRB[..., -1:] - total_NGKRB)
 
@@ -214,6 +211,37 @@ def _blocks(inputs: _Inputs, matrix_GKRDE):
       out_GNBKRE.shape[0], cut.padded, *out_GNBKRE.shape[3:]
   )
   return out_GTKRE[:, :tokens], matrix_GKRDE
+
+
+def _triangular(system, right, *, trans: int):
+  return linalg.solve_triangular(
+      system, right, trans=trans, lower=True, unit_diagonal=True
+  )
+
+
+@jax.custom_vjp
+def _solve(system, right):
+  """x of (I + system) x = right, for a strictly lower system.
+
+  Its backward pass has one solve. JAX's own has two that are independent, each
+  of which waits for a thread of its own: on CPU both may run at once, on all
+  the threads there are, and wait for ever.
+  """
+  return _triangular(system, right, trans=0)
+
+
+def _solve_forward(system, right):
+  solved = _solve(system, right)
+  return solved, (system, solved)
+
+
+def _solve_backward(kept, d_solved):
+  system, solved = kept
+  d_right = _triangular(system, d_solved, trans=1)
+  return -d_right @ solved.swapaxes(-1, -2), d_right
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _like(x_BB, to):
