@@ -270,6 +270,7 @@ _FORMS = {
     "bias_training": training,
     "adapting": training_tables.adapted,
     "compare_trees": compare_trees.table,
+    "compare_architectures": compare_trees.table,
     "bench_rollout": training_tables.rollouts,
     "bench_step.growth": speed_tables.growth,
     "bench_step.rates": speed_tables.rates,
