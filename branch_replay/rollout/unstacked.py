@@ -4,7 +4,7 @@
 
 A scan over stacked layers copies each to its turn on CPU, and the product x W
 of a few rows copies W once more, see `ops.few_rows`: most of what a round of
-decoding reads and writes. Without both a round takes half of the time, for a
+decoding reads and writes. Without both a round takes less time, for a
 second copy of the parameters, and for programs in which every layer stands by
 itself, which take longer to compile.
 """
