@@ -38,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
       ),
       "draft_lengths": (0, 1, 2, 4),  # that a tuner chooses from
       "epsilon": 0.05,
-      "tuning": 10,  # turns that a tuner has before it is timed
+      "tuning": 14,  # turns that a tuner has before it is timed
       "longest": 4,  # tokens that an n-gram matches
       "studies": {  # of the learned drafter
           "prompts": 6,

@@ -24,7 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
           (True, "learned", "tuned"),
       ),
       "draft_lengths": (0, 1),
-      "tuning": 4,
+      "tuning": 6,
       "studies": {
           "prompts": 1, "text_tokens": 24, "vocabulary": 32, "updates": 2,
           "learning_rate": 1e-3, "rows": 2, "width": 12,

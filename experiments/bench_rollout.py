@@ -306,7 +306,8 @@ def _check(config) -> None:
         f"{config.tuning} must be at least 1."
     )
   tuned = any(length == "tuned" for _, _, length in config.variants)
-  needed = 2 * len(config.draft_lengths)  # a first run compiles
+  # A first run compiles; then whole rollouts, without drafts and with them.
+  needed = 2 * len(config.draft_lengths) + 2
   if tuned and config.tuning * config.rollouts < needed:
     raise ValueError(
         f"tuning={config.tuning} turns of {config.rollouts} rollouts leave the "

@@ -64,7 +64,7 @@ def test_where_two_rollouts_first_differ_the_scores_are_compared():
     ({"variants": ((False, "none", 0), (True, "gram", 1))}, "drafter 'gram'"),
     ({"repeats": 0}, "repeats=0"),
     ({"rollouts": 0}, "rollouts=0"),
-    ({"tuning": 3}, "it needs 4 rollouts"),
+    ({"tuning": 3}, "it needs 6 rollouts"),
     ({"document": "no/such/file"}, "not a file"),
 ))
 def test_configs_that_cannot_be_run(tmp_path, change, message):

@@ -126,6 +126,21 @@ def test_a_drafter_that_does_not_pay_as_a_whole_is_left_out():
     assert lengths == {8: 0, 2: 0 if settled == "off" else 4}
 
 
+def test_a_whole_without_drafts_is_measured_before_drafts_are_taken():
+  """Its buckets may have been measured in different rollouts only."""
+  tuner, none = Tuner((0, 1, 4), epsilon=0.0), dict.fromkeys(BUCKETS, 0)
+  log = []
+  for turn in range(7):
+    tuner, lengths, decisions = tuner_lib.choose(tuner, BUCKETS)
+    compiled = np.array([turn < 1, turn < 2])  # bucket 2 once more
+    tuner = tuner_lib.observe(
+        tuner, dataclasses.replace(work(lengths), compiled=compiled)
+    )
+    log.append((lengths, {one.reason for one in decisions}))
+  assert log[5:] == [(none, {"untried"}), ({8: 0, 2: 4}, {"best"})]
+  assert tuple(none.items()) in tuner.wholes
+
+
 def test_a_bucket_that_is_not_reached_is_given_up():
   """Else its untried arms would keep the drafter running for nothing."""
   def only_eight(lengths):

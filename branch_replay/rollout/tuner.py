@@ -40,8 +40,8 @@ class Decision(NamedTuple):
     step: how many times `choose` had been called.
     bucket: rows that are run at a time.
     draft_length: the choice.
-    reason: "untried" arms come first, then "best", or "off" where the best do
-      not pay as a whole, or "explore".
+    reason: "untried" arms come first, and a whole rollout without drafts; then
+      "best", or "off" where the best do not pay as a whole, or "explore".
     rates: by draft length, median tokens per second as known then.
   """
 
@@ -193,8 +193,12 @@ def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
   """Draft lengths when all arms have been tried, and why."""
   none = dict.fromkeys(best, 0)
   usual, reason, other = best, "best", none
-  if best != none and not _pays(tuner, best, none):
-    usual, reason, other = none, "off", best
+  if best != none:
+    drafting, plain = _whole(tuner, best), _whole(tuner, none)
+    if plain is None:
+      return none, "untried"
+    if drafting is not None and drafting <= (1 + tuner.margin) * plain:
+      usual, reason, other = none, "off", best
   rng = np.random.default_rng((tuner.seed, tuner.step))
   if rng.random() >= tuner.epsilon:
     return usual, reason
@@ -204,13 +208,7 @@ def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
   return dict(zip(best, drawn, strict=True)), "explore"
 
 
-def _pays(tuner: Tuner, best: dict[int, int], none: dict[int, int]) -> bool:
-  """Whether whole rollouts are clearly faster, as far as it is known."""
-  drafting, plain = (
-      tuner.wholes.get(tuple(lengths.items())) for lengths in (best, none)
-  )
-  if drafting is None or plain is None:
-    return True
-  return statistics.median(drafting) > (1 + tuner.margin) * statistics.median(
-      plain
-  )
+def _whole(tuner: Tuner, lengths: dict[int, int]) -> float | None:
+  """Median tokens per second of whole rollouts, None before the first."""
+  rates = tuner.wholes.get(tuple(lengths.items()))
+  return statistics.median(rates) if rates else None
