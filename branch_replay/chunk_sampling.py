@@ -61,6 +61,9 @@ class Sampling:
 class PrefixPass(NamedTuple):
   """What a sampled prefix pass did, chunk by chunk.
 
+  Of a tree: the runs of inner segments that have no loss of their own, in the
+  order in which they are opened.
+
   Attributes:
     probability: f32[n], qᵢ; 0 for chunks past the prefix.
     drawn: bool[n], which chunks ran.
@@ -73,24 +76,31 @@ class PrefixPass(NamedTuple):
 
 
 def sizes(
-    config: config_lib.ModelConfig, accumulator, chunks: int, index,
+    config: config_lib.ModelConfig, accumulator, starts_N, index,
     layout: Layout = Layout(),
 ) -> jax.Array:
   """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents.
 
   What layers with a window or a recurrence send to a chunk is known when it is
   its turn, of chunk `index`, and not before.
-  """
-  def squares(x_LKPD):
-    layers, heads, positions, head_dim = x_LKPD.shape
-    shape = layers, heads, chunks, positions // chunks, head_dim
-    return jnp.sum(jnp.square(x_LKPD.reshape(shape)), axis=(0, 1, 3, 4))
 
+  Args:
+    config: geometry.
+    accumulator: cotangent of the state.
+    starts_N: i32, where each chunk begins on this device, ascending; the last
+      one ends where the state does.
+    index: of the chunk whose turn it is.
+    layout: where the accumulator lives.
+  """
+  chunks = starts_N.shape[0]
   total_N = 0.0
   for kind, stack in pattern.leaves(config, accumulator):
     for x in jax.tree.leaves(stack):
       if config_lib.has_places(kind):
-        total_N += squares(x)
+        square_P = jnp.sum(jnp.square(x), axis=(0, 1, 3))
+        places_P = jnp.arange(x.shape[2])
+        chunk_P = jnp.searchsorted(starts_N, places_P, side="right") - 1
+        total_N += jax.ops.segment_sum(square_P, chunk_P, chunks)
       else:
         total_N += jnp.sum(jnp.square(x)) * (jnp.arange(chunks) == index)
   return jnp.sqrt(layout.sum(total_N))
@@ -144,6 +154,40 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
   return at(scale)
 
 
+def pop_or_skip(
+    config: config_lib.ModelConfig, drawn, pop, skip, carry, accumulator
+):
+  """`pop` if the chunk is drawn; else `skip`, where that does anything.
+
+  Loops of no or one turn: unlike conditionals they update in place.
+
+  Args:
+    config: geometry.
+    drawn: bool scalar.
+    pop: (carry, accumulator) -> (carry, accumulator).
+    skip: accumulator -> accumulator.
+    carry: handed through.
+    accumulator: cotangent of the state.
+
+  Returns:
+    The carry and the accumulator.
+  """
+  drawn = drawn.astype(jnp.int32)
+  carry, accumulator = lax.fori_loop(
+      0, drawn, lambda _, both: pop(*both), (carry, accumulator)
+  )
+  if not config.positional:
+    accumulator = lax.fori_loop(
+        0, 1 - drawn, lambda _, accumulator: skip(accumulator), accumulator
+    )
+  return carry, accumulator
+
+
+def weight(q, drawn):
+  """1/q of a chunk that runs; 1 under "top", whose q is 0 or 1."""
+  return 1 / jnp.where(drawn, q, 1)
+
+
 def uniforms(key, chunks: int) -> jax.Array:
   """One number in [0, 1) for every chunk, keyed by its index."""
   keys = jax.vmap(lambda index: jax.random.fold_in(key, index))
@@ -172,6 +216,12 @@ def run(
   """
   chunks = uniform_N.shape[0]
   index_N = jnp.arange(chunks)
+  places = [
+      jax.tree.leaves(stack)[0].shape[2]
+      for kind, stack in pattern.leaves(config, accumulator)
+      if config_lib.has_places(kind)
+  ]
+  starts_N = index_N * (places[0] // chunks if places else 1)
 
   def visit(step, state):
     carry, accumulator, size_N, budget, report = state
@@ -179,34 +229,29 @@ def run(
     q_N = probabilities(sampling, size_N, index_N <= index, budget)
     q = q_N[index]
     drawn = uniform_N[index] < q
-    scale = 1 / jnp.where(drawn, q, 1)  # 1 under "top", whose q is 0 or 1
 
     def after(accumulator):
-      return sizes(config, accumulator, chunks, index - 1, layout)
+      return sizes(config, accumulator, starts_N, index - 1, layout)
 
-    def once(_, state):
-      carry, accumulator, _ = state
-      carry, accumulator = pop(index, scale, carry, accumulator)
-      return carry, accumulator, after(accumulator)
+    def once(carry, accumulator):
+      carry, _ = carry
+      carry, accumulator = pop(index, weight(q, drawn), carry, accumulator)
+      return (carry, after(accumulator)), accumulator
 
     report = PrefixPass(
         report.probability.at[index].set(q),
         report.drawn.at[index].set(drawn),
         report.size.at[index].set(size_N[index]),
     )
-    # A loop of no or one turn: unlike a conditional it updates in place.
-    carry, accumulator, size_N = lax.fori_loop(
-        0, drawn.astype(jnp.int32), once, (carry, accumulator, size_N)
+    (carry, size_N), accumulator = pop_or_skip(
+        config, drawn, once, lambda total: skip(index, total),
+        (carry, size_N), accumulator,
     )
     if not config.positional:
-      accumulator = lax.fori_loop(
-          0, 1 - drawn.astype(jnp.int32),
-          lambda _, accumulator: skip(index, accumulator), accumulator,
-      )
       size_N = after(accumulator)
     return carry, accumulator, size_N, budget - q, report
 
-  size_N = sizes(config, accumulator, chunks, used - 1, layout)
+  size_N = sizes(config, accumulator, starts_N, used - 1, layout)
   budget = jnp.minimum(
       jnp.asarray(sampling.chunks, size_N.dtype), used.astype(size_N.dtype)
   )

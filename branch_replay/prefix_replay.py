@@ -71,7 +71,7 @@ def replay(
       model, group, readout, prefix_gradient, schedule, sampling,
       one_pass=False,
   )
-  _check_key(task, key)
+  check_key(task, key)
   if state is None and version is not None:
     raise ValueError("version= belongs to a state=.")
   if group.prompt.ndim == 2:
@@ -204,7 +204,7 @@ def value_and_grad(
         model, group, readout, prefix_gradient, schedule, sampling,
         trainable=trainable, balance=balance,
     )
-    _check_key(task, key)
+    check_key(task, key)
     if state is None and version is not None:
       raise ValueError("version= belongs to a state=.")
     if state is not None:
@@ -275,7 +275,8 @@ def _replay_backward(task, allow_stale, residuals, d_outputs):
 _replay.defvjp(_replay_forward, _replay_backward)
 
 
-def _check_key(task: engine.Task, key):
+def check_key(task: engine.Task, key):
+  """Raises ValueError where chunks are to be drawn without a key."""
   if task.prefix_gradient == "sampled" and key is None:
     raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
 

@@ -17,12 +17,12 @@ import numpy as np
 
 from branch_replay import engine
 from branch_replay import group as group_lib
-from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import token_tree
 from branch_replay import tree_order
-from branch_replay import tree_steps
+from branch_replay import tree_passes
+from branch_replay.chunk_sampling import Sampling
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.schedule import Schedule
@@ -35,6 +35,8 @@ def replay(
     *,
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
+    sampling: Sampling = Sampling(),
+    key=None,
     schedule: Schedule = Schedule(),
 ):
   """What a readout reads at every token with loss, differentiable in `params`.
@@ -53,7 +55,12 @@ def replay(
       on: inner segments with loss have the gradient of their own, and nothing
       of their children's. (On n devices a segment starts up to n − 1 tokens
       earlier, and so does what it does not hold constant.) "full" runs every
-      sequence on its own.
+      sequence on its own. "sampled" estimates "exact" without bias: runs of
+      inner segments with loss are always pulled back, of the others those that
+      are drawn.
+    sampling: of "sampled": how many runs without loss are pulled back, by
+      which law. An inner segment has one run for every chunk.
+    key: of "sampled": a PRNG key; the same key draws the same runs.
     schedule: sizes and policies, which do not change the result.
 
   Returns:
@@ -63,35 +70,39 @@ def replay(
 
   Raises:
     ValueError: a tree that is not one, or is not the model's; no token with
-      loss; an unknown mode, or "sampled", which trees do not have.
+      loss; an unknown mode; "sampled" without a key.
   """
   token_tree.check(tree, model.config)
-  _check_mode(prefix_gradient)
   if tree.is_group:
     group, places_GT = _as_group(tree, model.config)
     outputs = prefix_replay.replay(
         model, params, group, readout=readout, schedule=schedule,
-        prefix_gradient=prefix_gradient,
+        prefix_gradient=prefix_gradient, sampling=sampling, key=key,
     )
     return _at_places(outputs, places_GT, tree.tokens.size)
-  task, program = plan(model, tree, readout, prefix_gradient, schedule)
+  task, program = plan(
+      model, tree, readout, prefix_gradient, schedule, sampling=sampling
+  )
+  prefix_replay.check_key(task, key)
   size = tree.tokens.size
 
   @jax.custom_vjp
-  def run(params):
-    return tree_steps.outputs(task, params, program, size)
+  def run(params, key):
+    del key  # runs are drawn in the backward pass
+    return tree_passes.outputs(task, params, program, size)
 
-  def forward(params):
-    return run(params), params
+  def forward(params, key):
+    return run(params, key), (params, key)
 
-  def backward(params, d_outputs):
-    *_, grads = tree_steps.gradient(
-        task, params, program, size, None, (d_outputs,)
+  def backward(residuals, d_outputs):
+    params, key = residuals
+    *_, grads = tree_passes.gradient(
+        task, params, program, size, None, (d_outputs,), key
     )
-    return (jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params),)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), None
 
   run.defvjp(forward, backward)
-  return run(params)
+  return run(params, key)
 
 
 def log_probs(
@@ -153,8 +164,10 @@ def value_and_grad(
     *,
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
+    sampling: Sampling = Sampling(),
     schedule: Schedule = Schedule(),
     trainable: str = "all",
+    balance: float = 0.0,
 ):
   """One-pass gradient of a loss that is a sum over tokens.
 
@@ -170,17 +183,21 @@ def value_and_grad(
       One function object compiles once; a new lambda compiles again.
     readout: as in `replay`.
     prefix_gradient: as in `replay`.
+    sampling: as in `replay`.
     schedule: as in `replay`. What inner segments keep from there to back is of
       one path.
     trainable: "all" or "adapters", as in `prefix_replay.value_and_grad`.
+    balance: coefficient of the load-balance term of a mixture of experts over
+      all sequences, in which a shared token counts once for each; in "stop"
+      that of segments with loss alone. Unless 0 the whole tree runs forward
+      once more, tokens that no loss depends on are run as well, and the result
+      is a `passes.Balanced`.
 
   Returns:
-    A function (params, tree, *args) -> (`Evaluation`, grads); each of `args`
-    has the leading axis N of `tree.tokens`, and so have the outputs.
+    A function (params, tree, *args, key=None) -> (`Evaluation`, grads); each of
+    `args` has the leading axis N of `tree.tokens`, and so have the outputs.
   """
-  _check_mode(prefix_gradient)
-
-  def run(params, tree, *args):
+  def run(params, tree, *args, key=None):
     token_tree.check(tree, model.config)
     size = tree.tokens.size
     for x in jax.tree.leaves(args):
@@ -194,41 +211,35 @@ def value_and_grad(
       group, places_GT = _as_group(tree, model.config)
       evaluation, grads = prefix_replay.value_and_grad(
           model, loss, readout=readout, prefix_gradient=prefix_gradient,
-          schedule=schedule, trainable=trainable,
+          sampling=sampling, schedule=schedule, trainable=trainable,
+          balance=balance,
       )(params, group, *jax.tree.map(
           lambda x: token_tree.take(x, places_GT), args
-      ))
+      ), key=key)
       outputs = _at_places(evaluation.outputs, places_GT, size)
       return evaluation._replace(outputs=outputs), grads
     task, program = plan(
-        model, tree, readout, prefix_gradient, schedule, trainable
+        model, tree, readout, prefix_gradient, schedule, sampling, trainable,
+        balance,
     )
-    value, outputs, grads = tree_steps.gradient(
-        task, params, program, size, loss, args
-    )
-    return passes.Evaluation(value, outputs, None), grads
+    prefix_replay.check_key(task, key)
+    return tree_passes.gradient(task, params, program, size, loss, args, key)
 
   return run
 
 
-def _check_mode(prefix_gradient: str):
-  if prefix_gradient == "sampled":
-    raise ValueError(
-        "prefix_gradient='sampled' draws the chunks of one prefix; a tree has "
-        "many: use 'exact', 'stop' or 'full'."
-    )
-
-
 def plan(
-    model, tree, readout, prefix_gradient, schedule, trainable="all"
+    model, tree, readout, prefix_gradient, schedule, sampling=Sampling(),
+    trainable="all", balance=0.0,
 ):
   """The task, its activation policy settled, and the program of a tree."""
   task = engine.Task(
-      model, readout, prefix_gradient, schedule, trainable=trainable
+      model, readout, prefix_gradient, schedule, sampling, trainable, balance
   )
   program = tree_order.program(
       tree, prefix_gradient, chunk_size=schedule.chunk_size,
       at_once=schedule.branches_at_once, devices=schedule.layout.devices,
+      whole=bool(balance),
   )
   rows = max(run.tokens.size for run in program.started)
   path = program.capacity if task.accumulates else 0

@@ -51,6 +51,7 @@ class Run(NamedTuple):
     lengths: i32[R], real tokens of each row.
     index: i32[R, C], where the targets are among the tree's tokens;
       `NOWHERE` for those whose output is not wanted.
+    sequences: i32[R], in how many of the tree's sequences a row stands.
   """
 
   first: np.ndarray
@@ -58,6 +59,7 @@ class Run(NamedTuple):
   targets: np.ndarray
   lengths: np.ndarray
   index: np.ndarray
+  sequences: np.ndarray
 
   @property
   def read(self) -> bool:
@@ -94,6 +96,18 @@ class Program(NamedTuple):
     return [step.run for step in self.steps if step.kind != Kind.CLOSE]
 
   @property
+  def inner(self) -> list[Run]:
+    """The runs that are pushed, in order."""
+    return [step.run for step in self.steps if step.kind == Kind.OPEN]
+
+  @property
+  def depth(self) -> int:
+    """Runs that are open at a time, at most; a power of two."""
+    turns = {Kind.OPEN: 1, Kind.CLOSE: -1, Kind.VISIT: 0}
+    deepest = max(np.cumsum([turns[step.kind] for step in self.steps]))
+    return 1 << max(int(deepest) - 1, 0).bit_length()
+
+  @property
   def tokens(self) -> int:
     """Tokens that go through the model, without padding."""
     return sum(int(run.lengths.sum()) for run in self.started)
@@ -121,6 +135,7 @@ def program(
     at_once: int | None = None,
     devices: int = 1,
     least: int = _LEAST,
+    whole: bool = False,
 ) -> Program:
   """The steps of a tree.
 
@@ -133,23 +148,25 @@ def program(
     at_once: most leaves that are run side by side; None for all of a parent.
     devices: that share the tokens.
     least: tokens; shorter inner segments are run by each of their children.
+    whole: run what no wanted output depends on, too: every sequence to its
+      last token but one.
 
   Returns:
-    The program, without what no wanted output depends on.
+    The program.
 
   Raises:
     ValueError: no token carries loss.
   """
   if not tree.trained.any():
     raise ValueError("No token of the tree carries loss: nothing to read.")
-  build = functools.partial(_run, tree, devices)
+  build = functools.partial(_run, tree, devices, _sequences_through(tree))
   if mode == "full":
-    leaves = _whole_sequences(tree)
+    leaves = _whole_sequences(tree, whole)
     return Program(
         [Step(Kind.VISIT, build([leaf], 1)) for leaf in leaves], 0
     )
   least = 1 if mode == "stop" else max(least, 1)
-  inner, leaves, anchors = _stretches(tree, devices, least)
+  inner, leaves, anchors = _stretches(tree, devices, least, whole)
   below = {anchor: [] for anchor in (token_tree.NO_PARENT, *inner)}
   for segment in inner:
     below[anchors[tree.parents[segment]]].append(segment)
@@ -162,8 +179,8 @@ def program(
       continue
     if segment != token_tree.NO_PARENT:
       stretch = inner[segment]
-      whole = mode == "stop" and (stretch.index >= 0).any()
-      size = stretch.stop - stretch.first if whole else chunk_size
+      uncut = mode == "stop" and (stretch.index >= 0).any()
+      size = stretch.stop - stretch.first if uncut else chunk_size
       for part in _chunks(stretch, size, devices):
         run = build([part], 1)
         deepest = max(deepest, part.first + run.tokens.shape[1])
@@ -181,7 +198,16 @@ def _padded(length: int, devices: int) -> int:
   return -(-group_lib.bucket(length) // devices) * devices
 
 
-def _stretches(tree, devices, least):
+def _sequences_through(tree) -> np.ndarray:
+  """How many sequences a segment is part of, of every segment."""
+  count = np.zeros(len(tree.parents), np.int32)
+  count[tree.leaves] = 1
+  for segment in reversed(range(1, len(count))):
+    count[tree.parents[segment]] += count[segment]
+  return count
+
+
+def _stretches(tree, devices, least, whole):
   """What each segment runs.
 
   Returns:
@@ -209,28 +235,33 @@ def _stretches(tree, devices, least):
     stretches.append(
         _Stretch(segment, int(first[segment]), int(stop[segment]), index)
     )
-  needed = np.array([(x.index >= 0).any() for x in stretches])
+  needed = np.array([whole or (x.index >= 0).any() for x in stretches])
   for segment in reversed(range(1, count)):
     needed[tree.parents[segment]] |= needed[segment]
   inner, leaves = {}, []
   for stretch in stretches:
     if not needed[stretch.segment]:
       continue
-    if not tree.children[stretch.segment]:
-      leaves.append(_shortened(stretch))
-    elif stretch.stop > stretch.first:
+    if stretch.stop == stretch.first:
+      continue
+    if tree.children[stretch.segment]:
       inner[stretch.segment] = stretch
+    else:
+      leaves.append(stretch if whole else _shortened(stretch))
   return inner, leaves, anchors
 
 
-def _whole_sequences(tree) -> list[_Stretch]:
-  """Every sequence from its first token on, for outputs not taken before."""
+def _whole_sequences(tree, whole) -> list[_Stretch]:
+  """Every sequence from its first token on, for outputs not taken before.
+
+  Those that have none are left out unless `whole`.
+  """
   taken = np.zeros(tree.tokens.size, bool)
   found = []
   for leaf in tree.leaves:
     end = int(tree.positions[leaf] + tree.lengths[leaf])
     index = _wanted(tree, leaf, 0, end - 1, taken)
-    if (index >= 0).any():
+    if (index >= 0).any() or (whole and end > 1):
       found.append(_Stretch(int(leaf), 0, end - 1, index))
   return found
 
@@ -284,11 +315,14 @@ def _rows(count: int, at_once: int | None) -> int:
   return rows if at_once is None else min(rows, max(at_once, count))
 
 
-def _run(tree, devices, stretches: list[_Stretch], rows: int) -> Run:
+def _run(
+    tree, devices, sequences, stretches: list[_Stretch], rows: int
+) -> Run:
   """Stretches of the same first position as the rows of a run."""
   lengths = [stretch.stop - stretch.first for stretch in stretches]
   width = _padded(max(lengths), devices)
   tokens, targets = np.zeros((2, rows, width), np.int32)
+  through = [sequences[stretch.segment] for stretch in stretches]
   index = np.full((rows, width), token_tree.NOWHERE, np.int32)
   for row, (stretch, length) in enumerate(
       zip(stretches, lengths, strict=True)
@@ -298,7 +332,9 @@ def _run(tree, devices, stretches: list[_Stretch], rows: int) -> Run:
     ]
     tokens[row, :length], targets[row, :length] = path[:-1], path[1:]
     index[row, :length] = stretch.index
+  padding = [0] * (rows - len(lengths))
   return Run(
       np.int32(stretches[0].first), tokens, targets,
-      np.array(lengths + [0] * (rows - len(lengths)), np.int32), index,
+      np.array(lengths + padding, np.int32), index,
+      np.array(through + padding, np.int32),
   )

@@ -1,16 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled steps of a tree, and the loops that drive them.
-
-One state holds the path that is open, one accumulator its cotangent; both are
-donated from step to step, so memory is that of the deepest path. Where a layer
-has no place for every position (a window, a recurrence) its state is small: the
-one before each open run stays on a stack, and so does the cotangent that has
-come in so far of what the run continued from.
+"""The compiled steps of a tree, which `tree_passes` drives.
 
 A step compiles once for the shapes of a run and the capacity of the state; in
-which order steps come is data. Under `jit` the loops unroll, and every tree
-compiles anew.
+which order steps come is data. Each is told the open positions of the state in
+two parts: `held`, of the layers with a place for every position, and `now`, the
+rest.
 """
 
 import functools
@@ -19,6 +14,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import balance as balance_lib
+from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import engine
 from branch_replay import passes
@@ -27,121 +24,23 @@ from branch_replay import rows as rows_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay import token_tree
-from branch_replay import tree_order
+from branch_replay import tree_draws
 from branch_replay.mixers import sizes
-from branch_replay.tree_order import Kind
-
-
-def outputs(
-    task: engine.Task, params, program: tree_order.Program, size: int
-):
-  """The readout of the whole tree, without a backward pass.
-
-  Args:
-    task: model, readout and schedule.
-    params: parameters.
-    program: of the tree.
-    size: N, of the tree's tokens.
-
-  Returns:
-    The readout's pytree, each leaf [N, ...] and 0 where nothing is wanted.
-  """
-  held, now = _empty(task, program.capacity, params)
-  before, found = [], []
-  for kind, run in program.steps:
-    if kind == Kind.CLOSE:
-      now = before.pop()
-      continue
-    if kind == Kind.OPEN:
-      before.append(now)
-      held, now, *_, out = _open(
-          task, run.read, None, params, held, now, run
-      )
-    else:
-      out = _look(task, params, held, now, run)
-    if run.read:
-      found.append((run.index, out))
-  return _collect(found, size)
-
-
-def gradient(
-    task: engine.Task, params, program: tree_order.Program, size: int, loss,
-    args,
-):
-  """The gradient in one pass: leaves are run once, inner runs there and back.
-
-  Args:
-    task: model, readout, mode and schedule.
-    params: parameters.
-    program: of the tree.
-    size: N, of the tree's tokens.
-    loss: (outputs, *args) -> scalar of one run, each [R, C, ...]; None if the
-      only one of `args` is the cotangent of the outputs.
-    args: tuple of pytrees of arrays with leading axis N.
-
-  Returns:
-    The loss's sum over runs, the outputs [N, ...], and gradients like
-    `task.trained(params)`, at least float32.
-  """
-  held, now = _empty(task, program.capacity, params)
-  grads, total, of_now = _start(task, program.capacity, params)
-  nothing, stack, found, values = of_now, [], [], []
-  keep = None
-  if task.schedule.activations == "keep" and task.layout.devices == 1:
-    keep = "stages" if task.accumulates else None
-  for kind, run in program.steps:
-    mine = _take(args, run.index) if run.read else ()
-    out = None
-    if kind == Kind.VISIT:
-      grads, total, of_now, *out = _visit(
-          task, loss, params, grads, total, of_now, held, now, run, mine
-      )
-    elif kind == Kind.OPEN and run.read and not task.accumulates:
-      stack.append((now, of_now, None, None))
-      grads, held, now, *out = _open_and_visit(
-          task, loss, params, grads, held, now, run, mine
-      )
-    elif kind == Kind.OPEN:
-      earlier = now
-      held, now, choices, kept, _ = _open(
-          task, False, keep, params, held, now, run
-      )
-      stack.append((earlier, of_now, choices, kept))
-      of_now = nothing
-    else:
-      now, of_parent, choices, kept = stack.pop()
-      if task.accumulates:
-        grads, total, of_now, *out = _close(
-            task, loss, run.read, params, grads, total, of_now, of_parent,
-            held, now, choices, run, kept, mine,
-        )
-    if out and run.read:
-      found.append((run.index, out[0]))
-      values.append(out[1])
-  return sum(values), _collect(found, size), grads
-
-
-def _collect(found, size: int):
-  """The outputs of runs, each at its place."""
-  flat = jax.tree.map(
-      lambda x: jnp.zeros((size, *x.shape[2:]), x.dtype), found[0][1]
-  )
-  for index, out in found:
-    flat = _put(flat, index, out)
-  return flat
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(flat, index, out):
-  def put(x_N, new):
+def put(flat, index, out):
+  """Arrays [N, ...] with those [R, C, ...] of a run at their places."""
+  def put_one(x_N, new):
     at = jnp.where(index < 0, x_N.shape[0], index)
     return x_N.at[at].set(new, mode="drop")
 
-  return jax.tree.map(put, flat, out)
+  return jax.tree.map(put_one, flat, out)
 
 
 @jax.jit
-def _take(args, index):
+def take(args, index):
+  """Arrays [R, C, ...] of a run from those [N, ...] of the tree."""
   return jax.tree.map(lambda x: token_tree.take(x, index), args)
 
 
@@ -149,7 +48,7 @@ def _take(args, index):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _empty(task, capacity, params):
+def empty(task, capacity, params):
   """A state of no positions, in two parts."""
   def here(_):
     state = state_lib.empty(
@@ -161,8 +60,8 @@ def _empty(task, capacity, params):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _start(task, capacity, params):
-  """Zero gradients and a zero accumulator in two parts, or None."""
+def start(task, capacity, params):
+  """Zero gradients, and a zero accumulator in two parts, or None."""
   layout = task.layout
 
   def here(params):
@@ -180,7 +79,7 @@ def _start(task, capacity, params):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _open(task, read, keep, params, held, now, run):
+def open_run(task, read, keep, params, held, now, run):
   """Pushes a run.
 
   Returns:
@@ -201,8 +100,8 @@ def _open(task, read, keep, params, held, now, run):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _look(task, params, held, now, run):
-  """The outputs of leaves."""
+def look(task, params, held, now, run):
+  """The outputs [R, C, ...] of leaves."""
   def here(params, held, now, run):
     outer, rows = task.outer(params), _rows(run)
     context = _context(task, _whole(task.config, held, now), run)
@@ -213,16 +112,59 @@ def _look(task, params, held, now, run):
   return task.layout.over(here, ins, "all")(params, held, now, run)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def count(task, opens, params, counts, held, now, run):
+  """Counts how often each expert is chosen, in every sequence of the tree.
+
+  Args:
+    task: static.
+    opens: whether the run is pushed, too; static.
+    params: parameters.
+    counts: [L, E] by stack; added to.
+    held, now: the state.
+    run: the run.
+
+  Returns:
+    The counts, and the state in two parts.
+  """
+  def here(params, counts, held, now, run):
+    if opens:
+      context, _, choices, held, now = _advance(
+          task, params, held, now, run, None
+      )
+      choices = jax.tree.map(lambda x_L1Ck: x_L1Ck[:, :, None], choices)
+    else:
+      context = _context(task, _whole(task.config, held, now), run)
+      tokens = task.layout.mine(run.tokens, 1)
+      _, present, _ = segment.forward(
+          task.config, params["layers"],
+          segment.embed(task.config, params, tokens, task.layout), context,
+          layout=task.layout, keep=None, present=True,
+      )
+      choices = present.choices
+    new = balance_lib.add(
+        balance_lib.zeros(task.config), choices, _sequences(run, context)
+    )
+    counts = jax.tree.map(jnp.add, counts, task.layout.sum(new))
+    return counts, held, now
+
+  ins = "params", "all", "mixer", "mixer", "all"
+  outs = "all", "mixer", "mixer"
+  return task.layout.over(here, ins, outs)(params, counts, held, now, run)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def _visit(task, loss, params, grads, total, of_now, held, now, run, args):
+def visit(
+    task, loss, params, grads, total, of_now, held, now, run, args, seeds=None
+):
   """Leaves there and back."""
-  def here(params, grads, total, of_now, held, now, run, args):
+  def here(params, grads, total, of_now, held, now, run, args, seeds):
     accumulator = None
     if task.accumulates:
       accumulator = _whole(task.config, total, of_now)
     grads, accumulator, out, value = rows_lib.visit(
         task, params, task.outer(params), grads, accumulator, _rows(run), 0,
-        _context(task, _whole(task.config, held, now), run),
+        _context(task, _whole(task.config, held, now), run, seeds),
         _cotangent(loss, run), args,
     )
     if task.accumulates:
@@ -230,40 +172,43 @@ def _visit(task, loss, params, grads, total, of_now, held, now, run, args):
     return grads, total, of_now, out, value
 
   mixer = "mixer" if task.accumulates else "all"
-  ins = "params", "grads", mixer, mixer, "mixer", "mixer", "all", "all"
+  ins = "params", "grads", mixer, mixer, "mixer", "mixer", *("all",) * 3
   outs = "grads", mixer, mixer, "all", "all"
   return task.layout.over(here, ins, outs, grads)(
-      params, grads, total, of_now, held, now, run, args
+      params, grads, total, of_now, held, now, run, args, seeds
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
-def _open_and_visit(task, loss, params, grads, held, now, run, args):
+def open_and_visit(
+    task, loss, params, grads, held, now, run, args, seeds=None
+):
   """Pushes a run and pulls its own outputs back, but no further."""
-  def here(params, grads, held, now, run, args):
+  def here(params, grads, held, now, run, args, seeds):
     keep = rows_lib.segment_keep(task.schedule.activations)
     context, kept, _, held, new = _advance(task, params, held, now, run, keep)
     # What it continues from is read where it stands now, or it is copied.
-    context = context._replace(prefix=state_lib.seen(
-        task.config, _whole(task.config, held, now)
-    ))
+    context = context._replace(
+        prefix=state_lib.seen(task.config, _whole(task.config, held, now)),
+        balance=_balance(run, context, seeds),
+    )
     grads, _, out, value = rows_lib.visit(
         task, params, task.outer(params), grads, None, _rows(run), 0,
         context, _cotangent(loss, run), args, kept,
     )
     return grads, held, new, out, value
 
-  ins = "params", "grads", "mixer", "mixer", "all", "all"
+  ins = "params", "grads", "mixer", "mixer", *("all",) * 3
   outs = "grads", "mixer", "mixer", "all", "all"
   return task.layout.over(here, ins, outs, grads)(
-      params, grads, held, now, run, args
+      params, grads, held, now, run, args, seeds
   )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
-def _close(
+def close(
     task, loss, read, params, grads, total, of_now, of_parent, held, now,
-    choices, run, kept, args,
+    choices, run, kept, args, turn=None, seeds=None,
 ):
   """Pulls back all that has come in of a run, its own outputs' included.
 
@@ -277,49 +222,66 @@ def _close(
     of_parent: what has come in so far of the same before it.
     held: the open positions.
     now: the rest of the state before the run.
-    choices: the experts of the run's tokens, as `_open` found them.
+    choices: the experts of the run's tokens, as `open_run` found them.
     run: the run.
-    kept: what `_open` kept; None runs it again.
+    kept: what `open_run` kept; None runs it again.
     args: of the loss, at its outputs.
+    turn: `tree_draws.Turn` of a run without outputs that may be left out.
+    seeds: of the load-balance term, or None.
 
   Returns:
-    grads, total, the cotangent of the rest of the state before the run,
-    outputs, and the loss.
+    grads, total, the cotangent of the rest of the state before the run, a
+    `PrefixPass` of it if it had a turn, outputs, and the loss.
   """
   def here(
       params, grads, total, of_now, of_parent, held, now, choices, run, kept,
-      args,
+      args, turn, seeds,
   ):
-    context = _context(task, _whole(task.config, held, now), run)
+    chunk = _chunk(task, run)
+    accumulator = _whole(task.config, total, of_now)
+    out = value = report = None
+    scale = 1.0
+    if turn is not None:
+      report = tree_draws.drawn(task, accumulator, turn)
+      scale = chunk_sampling.weight(report.probability, report.drawn)
+    popped = segment.Popped(chunk, scale)
+    mixer = _whole(task.config, held, now)
+    context = _context(task, mixer, run, seeds, scale)
     if kept is None:
       context = context._replace(choices=choices)
-    popped = segment.Popped(_chunk(task, run))
-    accumulator = _whole(task.config, total, of_now)
-    out = value = None
+
+    def pull_back(grads, accumulator):
+      return engine.pull_back(
+          task, params, grads, accumulator, task.layout.mine(run.tokens, 1),
+          context, popped, None if kept is None else kept[1],
+      )
+
     if read:
       grads, accumulator, out, value = rows_lib.visit(
           task, params, task.outer(params), grads, accumulator, _rows(run), 0,
           context, _cotangent(loss, run), args, kept, popped,
       )
+    elif turn is None:
+      grads, accumulator = pull_back(grads, accumulator)
     else:
-      tokens = task.layout.mine(run.tokens, 1)
-      grads, accumulator = engine.pull_back(
-          task, params, grads, accumulator, tokens, context, popped,
-          None if kept is None else kept[1],
+      grads, accumulator = chunk_sampling.pop_or_skip(
+          task.config, report.drawn, pull_back,
+          lambda total: state_lib.skip(task.config, total, chunk),
+          grads, accumulator,
       )
     total, of_before = _part(task.config, accumulator)
     of_before = jax.tree.map(jnp.add, of_parent, of_before)
     width = run.tokens.shape[1] // task.layout.devices
     total = jax.tree.map(
-        lambda x: _cleared(x, popped.chunk.start, width), total
+        lambda x: _cleared(x, chunk.start, width), total
     )
-    return grads, total, of_before, out, value
+    return grads, total, of_before, report, out, value
 
-  ins = ("params", "grads", *("mixer",) * 6, "all", "all", "all")
-  outs = "grads", "mixer", "mixer", "all", "all"
+  ins = ("params", "grads", *("mixer",) * 6, *("all",) * 5)
+  outs = "grads", "mixer", "mixer", "all", "all", "all"
   return task.layout.over(here, ins, outs, grads)(
       params, grads, total, of_now, of_parent, held, now, choices, run, kept,
-      args,
+      args, turn, seeds,
   )
 
 
@@ -351,15 +313,28 @@ def _advance(task, params, held, now, run, keep):
   return context, (y_RCM, stages), choices, *_part(task.config, mixer)
 
 
-def _context(task, mixer, run) -> segment.Context:
-  """What a run continues from, and where it stands."""
+def _context(task, mixer, run, seeds=None, scale=1.0) -> segment.Context:
+  """What a run continues from, where it stands, and what it is seeded with."""
   layout, (rows, tokens) = task.layout, run.tokens.shape
   positions_C = layout.positions(run.first, tokens)
-  return segment.Context(
+  context = segment.Context(
       state_lib.seen(task.config, mixer), layout.here(run.first),
       jnp.broadcast_to(positions_C[None], (rows, positions_C.shape[0])),
       run.lengths,
   )
+  return context._replace(balance=_balance(run, context, seeds, scale))
+
+
+def _balance(run, context, seeds, scale=1.0) -> segment.Balance | None:
+  if seeds is None:
+    return None
+  return segment.Balance(seeds, scale * _sequences(run, context))
+
+
+def _sequences(run, context):
+  """How many sequences each of this device's tokens stands in, [R, C]."""
+  end_R1 = run.first + run.lengths[:, None]
+  return jnp.where(context.positions_GT < end_R1, run.sequences[:, None], 0)
 
 
 def _chunk(task, run) -> sizes.Chunk:

@@ -51,6 +51,6 @@ def get_config() -> ml_collections.ConfigDict:
       },
       "rollouts": 1,  # groups that every variant samples
       "document": "",  # a text file; empty: the Python language reference
-      "repeats": 3,
+      "repeats": 5,
       "seed": 0,
   })

@@ -45,7 +45,7 @@ _ASK = "What is the access code of the archive? Answer with the number only."
 
 def documents() -> list[str]:
   """Five long texts."""
-  texts = [prompts.python_reference()]
+  texts = [prompts.document("")]
   for name in _SOURCES:
     file = importlib.util.find_spec(name).origin
     texts.append(pathlib.Path(file).read_text(encoding="utf-8"))

@@ -2,20 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real text that is on every machine, as prompts of an exact length."""
 
-import pathlib
-import pydoc_data.topics
-
+from branch_replay.tasks import documents
 from branch_replay.weights import chat
 from branch_replay.weights import pretrained as pretrained_lib
 
 _QUESTION = "In two sentences: what is this text about, and whom is it for?"
 _MARK = "<<the document goes here>>"
-
-
-def python_reference() -> str:
-  """The Python language reference that ships with the interpreter."""
-  topics = pydoc_data.topics.topics
-  return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def document(path: str) -> str:
@@ -24,12 +16,7 @@ def document(path: str) -> str:
   Raises:
     ValueError: no such file.
   """
-  if not path:
-    return python_reference()
-  file = pathlib.Path(path).expanduser()
-  if not file.is_file():
-    raise ValueError(f"document={path!r} is not a file.")
-  return file.read_text(encoding="utf-8")
+  return "\n\n".join(documents.read(path, documents.language_reference))
 
 
 def about_document(

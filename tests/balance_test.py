@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load-balance term: its counts, and its gradient against autodiff."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,11 +16,13 @@ from branch_replay import engine
 from branch_replay import host_loop
 from branch_replay import sharding
 from branch_replay import state as state_lib
+from branch_replay import tree as tree_lib
 from branch_replay.models import block
 from branch_replay.models import expert_layers
 from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import experts as ops
 from tests import tiny
+from tests import tree_test
 
 TOLERANCE = 1e-11
 COEFFICIENT = 5.0
@@ -32,23 +35,20 @@ def problem():
   return decoder, params, group, tiny.weights(group)
 
 
-def dense_term(decoder, params, group, stopped=False):
+def dense_term(decoder, params, tokens_GS, lengths_G, prefixes_G=0):
   """B of whole sequences, layer by layer, and f.
 
-  With `stopped`, keys, values and probabilities of the prefix are constants.
+  Keys, values and probabilities of each one's prefix are constants.
   """
-  experts, tokens_GS = CONFIG.experts, group.sequences()[:, :-1]
-  prefix = int(group.prompt_length) - 1
+  experts = CONFIG.experts
   at_1S = jnp.arange(tokens_GS.shape[1])[None]
-  real_GS = at_1S < prefix + group.tail_lengths[:, None]
-  tail_S = jnp.arange(tokens_GS.shape[1]) >= prefix
+  real_GS = at_1S < lengths_G[:, None]
+  tail_GS = at_1S >= jnp.broadcast_to(prefixes_G, lengths_G.shape)[:, None]
 
   def stop(x, axis):
-    if not stopped:
-      return x
     shape = [1] * x.ndim
-    shape[axis] = -1
-    return jnp.where(tail_S.reshape(shape), x, jax.lax.stop_gradient(x))
+    shape[axis - 1 : axis + 1] = tail_GS.shape  # rows, and tokens of each
+    return jnp.where(tail_GS.reshape(shape), x, jax.lax.stop_gradient(x))
 
   def attend(q, k, v):
     return reference.causal(q, stop(k, 2), stop(v, 2))
@@ -83,8 +83,12 @@ def dense_term(decoder, params, group, stopped=False):
 def of_term(stopped=False):
   """The gradient of B, and f, by autodiff."""
   decoder, params, group, _ = problem()
+  prefix = int(group.prompt_length) - 1
   return jax.jit(jax.grad(
-      lambda p: dense_term(decoder, p, group, stopped), has_aux=True
+      lambda p: dense_term(
+          decoder, p, group.sequences()[:, :-1], prefix + group.tail_lengths,
+          prefix if stopped else 0,
+      ), has_aux=True,
   ))(params)
 
 
@@ -210,6 +214,75 @@ def test_a_popped_chunk_scales_what_the_term_sends_it(x64):
   assert jnp.abs(once["layers"]["expand"]["router"]["kernel"]).min() > 0
   thrice = jax.tree.map(lambda x: 3 * x, once)
   assert tiny.worst(pop(3.0), thrice) <= TOLERANCE
+
+
+def of_tree(shape, trained_from):
+  """A tree whose leaves have loss from a position on, and one that has none."""
+  decoder, params = tiny.model(CONFIG)
+  sequences = tree_test.sequences_of(shape)
+  trained = [
+      [p >= trained_from and row > 0 for p in range(len(ids))]
+      for row, ids in enumerate(sequences)
+  ]
+  for row in range(1, len(sequences)):
+    trained[row][-1] = False  # it is run all the same, as it counts
+  tree = br.Tree.from_sequences(sequences, config=CONFIG, trained=trained)
+  return decoder, params, tree, tree_test.weights_of(tree)
+
+
+def with_term(decoder, params, tree, weights, prefixes_G=0):
+  """The gradient of the term of a tree's sequences, and f."""
+  del weights
+  leaves = tree.leaves
+  lengths_G = jnp.asarray(tree.positions[leaves] + tree.lengths[leaves] - 1)
+  return jax.jit(jax.grad(
+      lambda p: dense_term(
+          decoder, p, tree.sequences()[:, :-1], lengths_G, prefixes_G
+      ), has_aux=True,
+  ))(params)
+
+
+def test_a_tree_has_the_gradient_of_the_dense_term(x64):
+  shape = 21, [
+      (19, [(4, []), (17, [(3, []), (6, []), (1, [])])]),
+      (5, [(4, []), (2, [])]),
+  ]
+  arguments = decoder, params, tree, weights = of_tree(shape, 30)
+  more, load = with_term(*arguments)
+  wanted = added(tree_test.dense_gradient(*arguments), more)
+  schedule = br.Schedule(chunk_size=8, activations="recompute")
+  sampling = br.Sampling(chunks=99, law="uniform")  # all, by another step
+  for mode, devices in (
+      ("exact", 1), ("exact", 2), ("full", 1), ("sampled", 1)
+  ):
+    layout = sharding.sharded(params, devices)
+    evaluation, found = tree_lib.value_and_grad(
+        decoder, tiny.loss, balance=COEFFICIENT, prefix_gradient=mode,
+        sampling=sampling,
+        schedule=dataclasses.replace(schedule, layout=layout),
+    )(layout.place(params), tree, tree.sum_over_leaves(weights),
+      key=jax.random.key(0))
+    assert tiny.worst(found, wanted) <= TOLERANCE, (mode, devices)
+    np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
+
+
+def test_stop_balances_the_leaves_of_a_tree_by_the_counts_of_all(x64):
+  shape = 21, [(19, [(4, []), (8, [])]), (7, [])]
+  arguments = decoder, params, tree, weights = of_tree(shape, 41)
+  starts_G = jnp.asarray(tree.positions[tree.leaves] - 1)
+  more, load = with_term(*arguments, prefixes_G=starts_G)
+  schedule = br.Schedule(chunk_size=8, activations="recompute")
+
+  def by_stop(**options):
+    return tree_lib.value_and_grad(
+        decoder, tiny.loss, prefix_gradient="stop", schedule=schedule,
+        **options,
+    )(params, tree, tree.sum_over_leaves(weights))
+
+  evaluation, found = by_stop(balance=COEFFICIENT)
+  _, plain = by_stop()
+  assert tiny.worst(found, added(plain, more)) <= TOLERANCE
+  np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
 
 
 def test_coefficients_that_mean_nothing_are_refused():

@@ -15,6 +15,7 @@ from branch_replay import sharding
 from branch_replay import token_tree
 from branch_replay import tree as tree_lib
 from branch_replay import tree_order
+from branch_replay import tree_passes
 from branch_replay import tree_steps
 from branch_replay.ops import attention_reference as reference
 from branch_replay.token_tree import NO_PARENT
@@ -252,7 +253,7 @@ def test_a_root_of_one_token_leaves_nothing_to_push(x64):
       decoder, tree, br.LogProbs(), "exact", SCHEDULE
   )
   assert program.capacity == 0
-  _, _, found = tree_steps.gradient(
+  _, found = tree_passes.gradient(
       task, params, program, tree.tokens.size, tiny.loss,
       (tree.sum_over_leaves(weights),),
   )
@@ -281,7 +282,7 @@ def test_perturbing_one_leaf_leaves_the_others_bit_equal():
 
 def test_another_tree_of_the_same_buckets_compiles_nothing():
   decoder, params = tiny.model(tiny.BASE)
-  steps = tree_steps._open, tree_steps._visit, tree_steps._close
+  steps = tree_steps.open_run, tree_steps.visit, tree_steps.close
 
   def compiled():
     return [step._cache_size() for step in steps]
@@ -326,24 +327,24 @@ def test_no_step_copies_the_state_or_its_cotangent(step):
 
   def temporaries(capacity):
     held, now = jax.eval_shape(
-        lambda: tree_steps._empty(task, capacity, params)
+        lambda: tree_steps.empty(task, capacity, params)
     )
     grads, total, of_now = jax.eval_shape(
-        lambda: tree_steps._start(task, capacity, params)
+        lambda: tree_steps.start(task, capacity, params)
     )
     args = (jax.ShapeDtypeStruct(run.tokens.shape, jnp.float32),)
     lowered = {
-        "open": lambda: tree_steps._open.lower(
+        "open": lambda: tree_steps.open_run.lower(
             task, False, None, params, held, now, run
         ),
-        "visit": lambda: tree_steps._visit.lower(
+        "visit": lambda: tree_steps.visit.lower(
             task, tiny.loss, params, grads, total, of_now, held, now, run, args
         ),
-        "close": lambda: tree_steps._close.lower(
+        "close": lambda: tree_steps.close.lower(
             task, tiny.loss, True, params, grads, total, of_now, of_now, held,
             now, {}, run, None, args,
         ),
-        "stop": lambda: tree_steps._open_and_visit.lower(
+        "stop": lambda: tree_steps.open_and_visit.lower(
             task, tiny.loss, params, grads, held, now, run, args
         ),
     }[step]()
@@ -460,7 +461,7 @@ def test_errors():
   with pytest.raises(ValueError, match="no tokens"):
     br.Tree.from_turns([[Turn([], False)]], config=tiny.BASE)
   tree = make_tree([[1, 2, 3], [1, 2, 4]], config=tiny.BASE)
-  with pytest.raises(ValueError, match="'sampled' draws the chunks"):
+  with pytest.raises(ValueError, match="'sampled' draws chunks: pass key="):
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="sampled")
   with pytest.raises(ValueError, match="Unknown prefix_gradient 'half'"):
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="half")

@@ -11,29 +11,34 @@ import re
 from branch_replay.tasks import splits
 
 
+def language_reference() -> tuple[str, ...]:
+  """The Python language reference that ships with the interpreter, by topic."""
+  topics = pydoc_data.topics.topics
+  return tuple(topics[name] for name in sorted(topics))
+
+
 @functools.cache
 def standard_library() -> tuple[str, ...]:
   """The Python language reference and the standard library's own source.
 
   A few million characters, which differ between versions of Python.
   """
-  topics = pydoc_data.topics.topics
   folder = pathlib.Path(random.__file__).parent
   sources = sorted(folder.glob("[a-z]*.py"))
   return (
-      *(topics[name] for name in sorted(topics)),
+      *language_reference(),
       *(path.read_text(encoding="utf-8") for path in sources),
   )
 
 
-def read(path: str) -> tuple[str, ...]:
-  """One document from a file; of an empty path the standard library.
+def read(path: str, otherwise=standard_library) -> tuple[str, ...]:
+  """One document from a file; of an empty path the texts of `otherwise`.
 
   Raises:
     ValueError: no such file.
   """
   if not path:
-    return standard_library()
+    return otherwise()
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
     raise ValueError(f"document={path!r} is not a file.")

@@ -1,0 +1,175 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A sampled gradient of a tree is unbiased, and draws what may be left out."""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import branch_replay as br
+from branch_replay import chunk_sampling
+from branch_replay import sharding
+from branch_replay import tree as tree_lib
+from branch_replay import tree_draws
+from branch_replay import tree_order
+from tests import tiny
+from tests import tree_test
+
+# Two runs of the root and one each of two inner segments have no loss; an
+# inner segment between has.
+SHAPE = (21, [
+    (16, [(16, [(3, []), (6, [])]), (4, [])]), (16, [(5, []), (2, [])]),
+])
+SCHEDULE = br.Schedule(chunk_size=16, activations="recompute")
+LAWS = {
+    "importance": br.Sampling(chunks=2, floor=0.1),
+    "uniform": br.Sampling(chunks=1.5, law="uniform"),
+}
+
+
+def problem(name):
+  decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES[name]))
+  sequences = tree_test.sequences_of(SHAPE)
+  trained = [[p >= 21 for p in range(len(ids))] for ids in sequences]
+  for row in (0, 1):  # an observation
+    trained[row][37:53] = [False] * 16
+  for row in (3, 4):
+    trained[row][21:37] = [False] * 16
+  tree = br.Tree.from_sequences(
+      sequences, config=decoder.config, trained=trained
+  )
+  return decoder, params, tree, tree_test.weights_of(tree)
+
+
+def gradient(problem, sampling, key=None, **options):
+  decoder, params, tree, weights = problem
+  options = dict(schedule=SCHEDULE) | options
+  return tree_lib.value_and_grad(
+      decoder, tiny.loss, prefix_gradient="sampled", sampling=sampling,
+      **options,
+  )(params, tree, tree.sum_over_leaves(weights),
+    key=jax.random.key(0) if key is None else key)
+
+
+def mean_over_masks(problem, sampling, monkeypatch):
+  total, mean, expected = 0.0, None, 0.0
+  for mask in itertools.product((0.0, 1.0), repeat=4):
+    monkeypatch.setattr(  # 0 always runs, 1 never
+        chunk_sampling, "uniforms",
+        lambda key, count, mask=mask: jnp.array(mask),
+    )
+    evaluation, grads = gradient(problem, sampling)
+    q, drawn, _ = map(np.asarray, evaluation.prefix_pass)
+    np.testing.assert_array_equal(drawn, np.array(mask) == 0)
+    weight = float(np.prod(np.where(drawn, q, 1 - q)))
+    total += weight
+    expected += weight * drawn.sum()
+    weighted = jax.tree.map(lambda x, w=weight: w * x, grads)
+    mean = weighted if mean is None else jax.tree.map(jnp.add, mean, weighted)
+  assert total == pytest.approx(1, abs=1e-12)
+  return mean, expected
+
+
+@pytest.mark.parametrize("name,law", [
+    ("llama", "importance"), ("window and full", "uniform"),
+    ("latent", "importance"),
+])
+def test_the_mean_over_all_draws_is_the_exact_gradient(
+    x64, monkeypatch, name, law
+):
+  arguments = problem(name)
+  mean, expected = mean_over_masks(arguments, LAWS[law], monkeypatch)
+  wanted = tree_test.dense_gradient(*arguments)
+  assert tiny.worst(mean, wanted) <= 1e-11
+  assert expected == pytest.approx(LAWS[law].chunks, abs=0.2)
+
+
+def test_the_mean_over_all_draws_shows_a_missing_weight(x64, monkeypatch):
+  monkeypatch.setattr(chunk_sampling, "weight", lambda q, drawn: 1.0)
+  arguments = problem("mistral")  # a model that no other test has compiled
+  mean, _ = mean_over_masks(arguments, LAWS["uniform"], monkeypatch)
+  assert tiny.worst(mean, tree_test.dense_gradient(*arguments)) > 0.05
+
+
+@pytest.mark.parametrize("law", ("importance", "uniform", "top"))
+def test_a_budget_of_all_runs_is_the_exact_gradient(x64, law):
+  arguments = problem("llama")
+  sampling = br.Sampling(chunks=9, law=law)
+  evaluation, found = gradient(arguments, sampling)
+  assert tiny.worst(found, tree_test.dense_gradient(*arguments)) <= 1e-11
+  assert evaluation.prefix_pass.drawn.all()
+  assert evaluation.prefix_pass.drawn.shape == (4,)
+
+
+def test_one_pass_and_autodiff_draw_the_same_runs_on_any_devices(x64):
+  arguments = decoder, params, tree, weights = problem("window and full")
+  sampling = LAWS["uniform"]
+  one, found = gradient(arguments, sampling)
+  by_autodiff = jax.grad(lambda params: tiny.loss(
+      tree_lib.log_probs(
+          decoder, params, tree, prefix_gradient="sampled", schedule=SCHEDULE,
+          sampling=sampling, key=jax.random.key(0),
+      ), weights,
+  ))(params)
+  assert tiny.worst(by_autodiff, found) <= 1e-11
+  layout = sharding.sharded(params, 2)
+  several, same = gradient(
+      (decoder, layout.place(params), tree, weights), br.Sampling(chunks=9),
+      schedule=dataclasses.replace(SCHEDULE, layout=layout),
+  )
+  assert several.prefix_pass.drawn.all()
+  exact = tree_test.dense_gradient(*arguments)
+  assert tiny.worst(same, exact) <= 1e-11
+  assert tiny.worst(found, exact) > 1e-3, "a sample, not the exact gradient"
+  other, _ = gradient(arguments, sampling, jax.random.key(3))
+  assert (other.prefix_pass.drawn != one.prefix_pass.drawn).any()
+
+
+def test_sizes_are_those_of_the_runs_that_are_open():
+  """By hand: two layers of one head, three runs of 2, 3 and 1 positions."""
+  config = tiny.BASE
+  total = tuple(
+      jnp.asarray(np.random.default_rng(i).normal(size=(2, 1, 8, 4)))
+      for i in range(2)
+  )
+  starts = jnp.array([0, 2, 5, 2**31 - 1])
+  found = chunk_sampling.sizes(config, total, starts, 2)
+  wanted = [
+      np.sqrt(sum(np.sum(np.square(x[:, :, a:b])) for x in total))
+      for a, b in ((0, 2), (2, 5), (5, 8))
+  ]
+  np.testing.assert_allclose(found, [*wanted, 0], rtol=1e-6)
+
+
+def test_runs_with_loss_are_not_drawn():
+  """And the budget is shared out between what is open and what is to come."""
+  *_, tree, _ = problem("llama")
+  decoder, _ = tiny.model(tiny.BASE)
+  task, program = tree_lib.plan(
+      decoder, tree, br.LogProbs(), "sampled", SCHEDULE,
+      sampling=br.Sampling(chunks=2),
+  )
+  opened = program.inner
+  assert [run.read for run in opened].count(False) == 4
+  assert any(run.read for run in opened) and program.depth == 4
+  draws, turns = tree_draws.Draws(task, program, jax.random.key(0)), []
+  spent = chunk_sampling.PrefixPass(jnp.float32(0.25), True, 1.0)
+  for kind, run in program.steps:
+    if kind == tree_order.Kind.OPEN:
+      draws.opened(run)
+    elif kind == tree_order.Kind.CLOSE:
+      turn = draws.turn()
+      assert (turn is None) == run.read
+      turns += [turn] * (turn is not None)
+      draws.closed(turn and spent)
+  # Three of four runs are open at first, then the last one is with the root's.
+  assert [float(turn.budget) for turn in turns] == pytest.approx(
+      [2 * 3 / 4, 1.75, 1.5, 1.25]
+  )
+  assert [int(turn.waiting.sum()) for turn in turns] == [3, 3, 2, 1]
+  chex.assert_trees_all_equal(draws.report().probability, jnp.full(4, 0.25))
