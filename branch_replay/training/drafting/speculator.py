@@ -165,7 +165,7 @@ class Speculator:
     if self.drafter is not None:
       self._tuner = tuner_lib.observe(self._tuner, rollout.work)
     self._seen.append([
-        int(np.sum(getattr(rollout, name)))
+        int(np.asarray(getattr(rollout, name)).sum())
         for name in ("lengths", "rounds", "drafted", "accepted")
     ])
 
@@ -264,19 +264,23 @@ class Speculator:
     """
     directory = pathlib.Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    self._log = directory / DECISIONS
-    if self._studies is None:
+    with contextlib.ExitStack() as stack:
+      # A line at a time: sampling may end at any.
+      self._log = stack.enter_context(
+          (directory / DECISIONS).open("a", buffering=1)
+      )
+      stack.callback(setattr, self, "_log", None)
+      if self._studies is not None:
+        self._checkpoints = stack.enter_context(ocp.CheckpointManager(
+            directory / "versions",
+            options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
+        ))
+        version = self._checkpoints.latest_step()
+        if version is not None:
+          self._restore(version, params)
       yield self
-      return
-    with ocp.CheckpointManager(
-        directory / "versions",
-        options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
-    ) as self._checkpoints:
-      version = self._checkpoints.latest_step()
-      if version is not None:
-        self._restore(version, params)
-      yield self
-      self._checkpoints.wait_until_finished()
+      if self._studies is not None:
+        self._checkpoints.wait_until_finished()
 
   def save(self) -> float:
     """Writes the drafter alone, in the background; seconds that it blocks."""
@@ -319,6 +323,5 @@ class Speculator:
 
   def _write(self, decisions: list[tuner_lib.Decision]) -> None:
     if self._log is not None:
-      with self._log.open("a") as file:
-        for one in decisions:
-          file.write(json.dumps(one._asdict()) + "\n")
+      for one in decisions:
+        self._log.write(json.dumps(one._asdict()) + "\n")
