@@ -36,14 +36,10 @@ def outputs(
   Returns:
     The readout's pytree, each leaf [N, ...] and 0 where nothing is wanted.
   """
-  held, now = tree_steps.empty(task, program.capacity, params)
-  before, found = [], []
-  for kind, run in program.steps:
-    if kind == Kind.CLOSE:
-      now = before.pop()
-      continue
-    if kind == Kind.OPEN:
-      before.append(now)
+  found = []
+
+  def step(opens, run, held, now):
+    if opens:
       held, now, *_, out = tree_steps.open_run(
           task, run.read, None, params, held, now, run
       )
@@ -51,7 +47,23 @@ def outputs(
       out = tree_steps.look(task, params, held, now, run)
     if run.read:
       found.append((run.index, out))
+    return held, now
+
+  _forward(task, params, program, step)
   return _collect(found, size)
+
+
+def _forward(task: engine.Task, params, program: tree_order.Program, step):
+  """Calls (whether it is pushed, run, held, now) -> (held, now) of each run."""
+  held, now = tree_steps.empty(task, program.capacity, params)
+  before = []
+  for kind, run in program.steps:
+    if kind == Kind.CLOSE:
+      now = before.pop()
+      continue
+    if kind == Kind.OPEN:
+      before.append(now)
+    held, now = step(kind == Kind.OPEN, run, held, now)
 
 
 def gradient(
@@ -129,17 +141,16 @@ def _count(task: engine.Task, params, program: tree_order.Program):
   """Seeds and load of the load-balance term, by a pass of their own."""
   if not task.balance:
     return None, None
-  held, now = tree_steps.empty(task, program.capacity, params)
-  counts, before = balance_lib.zeros(task.config), []
-  for kind, run in program.steps:
-    if kind == Kind.CLOSE:
-      now = before.pop()
-      continue
-    if kind == Kind.OPEN:
-      before.append(now)
+  counts = balance_lib.zeros(task.config)
+
+  def step(opens, run, held, now):
+    nonlocal counts
     counts, held, now = tree_steps.count(
-        task, kind == Kind.OPEN, params, counts, held, now, run
+        task, opens, params, counts, held, now, run
     )
+    return held, now
+
+  _forward(task, params, program, step)
   return (
       balance_lib.seeds(task.config, task.balance, counts),
       balance_lib.load(task.config, counts),

@@ -3,7 +3,6 @@
 """A sampled gradient of a tree is unbiased, and draws what may be left out."""
 
 import dataclasses
-import itertools
 
 import chex
 import jax
@@ -17,6 +16,7 @@ from branch_replay import sharding
 from branch_replay import tree as tree_lib
 from branch_replay import tree_draws
 from branch_replay import tree_order
+from tests import sampled_test
 from tests import tiny
 from tests import tree_test
 
@@ -57,20 +57,15 @@ def gradient(problem, sampling, key=None, **options):
 
 
 def mean_over_masks(problem, sampling, monkeypatch):
-  total, mean, expected = 0.0, None, 0.0
-  for mask in itertools.product((0.0, 1.0), repeat=4):
-    monkeypatch.setattr(  # 0 always runs, 1 never
-        chunk_sampling, "uniforms",
-        lambda key, count, mask=mask: jnp.array(mask),
+  """The expectation over all draws, and how many runs are expected."""
+  def run(uniform_N):
+    monkeypatch.setattr(
+        chunk_sampling, "uniforms", lambda key, count: uniform_N
     )
     evaluation, grads = gradient(problem, sampling)
-    q, drawn, _ = map(np.asarray, evaluation.prefix_pass)
-    np.testing.assert_array_equal(drawn, np.array(mask) == 0)
-    weight = float(np.prod(np.where(drawn, q, 1 - q)))
-    total += weight
-    expected += weight * drawn.sum()
-    weighted = jax.tree.map(lambda x, w=weight: w * x, grads)
-    mean = weighted if mean is None else jax.tree.map(jnp.add, mean, weighted)
+    return grads, evaluation.prefix_pass
+
+  mean, total, expected = sampled_test.mean_over_masks(run)
   assert total == pytest.approx(1, abs=1e-12)
   return mean, expected
 
