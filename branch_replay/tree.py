@@ -189,9 +189,9 @@ def value_and_grad(
     trainable: "all" or "adapters", as in `prefix_replay.value_and_grad`.
     balance: coefficient of the load-balance term of a mixture of experts over
       all sequences, in which a shared token counts once for each; in "stop"
-      that of segments with loss alone. Unless 0 the whole tree runs forward
-      once more, tokens that no loss depends on are run as well, and the result
-      is a `passes.Balanced`.
+      that of leaves, and of inner segments with loss, alone. Unless 0 the whole
+      tree runs forward once more, tokens that no loss depends on are run as
+      well, and the result is a `passes.Balanced`.
 
   Returns:
     A function (params, tree, *args, key=None) -> (`Evaluation`, grads); each of

@@ -218,8 +218,8 @@ def _solve(system, right):
   """x of (I + system) x = right, for a strictly lower system.
 
   By products and a short elimination. On CPU a triangular solve is LAPACK's,
-  whose own threads wait for the next one with a core each: all else in a step
-  then ran at half its speed. And two of them at a time, as in JAX's derivative,
+  whose own threads wait for the next one with a core each, and take it from all
+  else in a step. And two of them at a time, as in JAX's derivative,
   may each wait for a thread for ever.
   """
   return _solve_forward(system, right)[0]
