@@ -34,6 +34,7 @@ setuptools.setup(
         "tensorflow-datasets",
         "tokenizers",
         "tqdm",
+        "transformers",  # tokenizers and chat templates; torch is not needed
     ],
     extras_require={
         "reasoning": ["reasoning-gym"],
