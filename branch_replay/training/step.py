@@ -29,12 +29,14 @@ class TrainState(NamedTuple):
   Attributes:
     params: all parameters, the frozen ones too.
     optimizer: optax state of the trained ones.
-    step: i32[], updates done.
+    step: i32[], updates done; one that was skipped is not.
+    skipped: i32[], updates skipped in a row, until now.
   """
 
   params: Any
   optimizer: Any
   step: jax.Array
+  skipped: jax.Array
 
 
 class Report(NamedTuple):
@@ -67,11 +69,12 @@ def create(
   where = shardings(params, optimizer, trainable=trainable, layout=layout)
   if where is None:
     moments = optimizer.init(adapters.select(params, trainable))
-    return TrainState(params, moments, jnp.int32(0))
+    return TrainState(params, moments, jnp.int32(0), jnp.int32(0))
   params = jax.device_put(params, where.params)
   init = jax.jit(optimizer.init, out_shardings=where.optimizer)
   moments = init(adapters.select(params, trainable))
-  return TrainState(params, moments, jax.device_put(jnp.int32(0), where.step))
+  zero = jax.device_put(jnp.int32(0), where.step)
+  return TrainState(params, moments, zero, jnp.copy(zero))
 
 
 def shardings(params, optimizer, *, trainable: str, layout: Layout):
@@ -96,7 +99,7 @@ def shardings(params, optimizer, *, trainable: str, layout: Layout):
       layout.shardings(trained),
       transform_non_params=lambda _: everywhere,
   )
-  return TrainState(of_params, of_optimizer, everywhere)
+  return TrainState(of_params, of_optimizer, everywhere, everywhere)
 
 
 def update(
@@ -118,7 +121,9 @@ def update(
   trained = optax.apply_updates(trained, updates)
   params = adapters.replace(params, trained)
   norm = optax.tree.norm(grads)
-  return TrainState(params, moments, train_state.step + 1), norm
+  return TrainState(
+      params, moments, train_state.step + 1, train_state.skipped
+  ), norm
 
 
 def make_step(
