@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +39,16 @@ class Update(NamedTuple):
     loss: of the batch before it.
     grad_norm: of its gradient, before any clipping.
     report: of the algorithm, before the update.
+    skipped: see `step.Applied`.
+    rounded_away: see `step.Applied`.
   """
 
   train_state: step_lib.TrainState
   loss: jax.Array
   grad_norm: jax.Array
   report: dict
+  skipped: jax.Array
+  rounded_away: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Learner:
     schedule: sizes, policies and layout.
     trainable: "all" or "adapters".
     balance: of a mixture of experts, as in `prefix_replay.value_and_grad`.
+    param_dtype: of trained parameters, as in `step.create`.
   """
 
   model: decoder.Decoder
@@ -69,8 +75,10 @@ class Learner:
   schedule: Schedule = Schedule()
   trainable: adapters.Trainable = "all"
   balance: float = 0.0
+  param_dtype: str | None = None
 
   def __post_init__(self):
+    step_lib.check_param_dtype(self.param_dtype)
     schedule_lib.check_mode(self.prefix_gradient)
     adapters.check_trainable(self.trainable, self.model.config)
     balance.check(self.balance, self.model.config)
@@ -132,19 +140,32 @@ class Learner:
     )
     return evaluation.loss, evaluation.outputs, grads
 
+  def create(self, params) -> step_lib.TrainState:
+    """The state before the first update; see `step.create`."""
+    return step_lib.create(
+        params, self.optimizer, trainable=self.trainable,
+        layout=self.schedule.layout, param_dtype=self.param_dtype,
+    )
+
   @functools.cached_property
   def _apply(self):
-    def apply(train_state, grads):
-      train_state, norm = step_lib.update(self.optimizer, train_state, grads)
+    def apply(train_state, grads, loss):
+      train_state, applied = step_lib.update(
+          self.optimizer, train_state, grads, loss
+      )
       where = step_lib.shardings(
           train_state.params, self.optimizer, trainable=self.trainable,
           layout=self.schedule.layout,
       )
       if where is not None:
         train_state = jax.lax.with_sharding_constraint(train_state, where)
-      return train_state, norm
+      return train_state, applied
 
     return jax.jit(apply, donate_argnums=0)
+
+  @functools.cached_property
+  def _warned(self) -> list:
+    return []
 
   @functools.cached_property
   def _report(self):
@@ -234,8 +255,19 @@ class Learner:
         train_state.params, batch, args, version=version, key=key, stale=stale
     )
     report = self._report(outputs, algorithms.log_probs(batch), args)
-    train_state, norm = self._apply(train_state, grads)
-    return Update(train_state, loss, norm, report)
+    train_state, applied = self._apply(train_state, grads, loss)
+    if step_lib.narrow(grads) and not self._warned:
+      self._warned.append(True)
+      warnings.warn(
+          f"{float(applied.rounded_away):.1%} of the first update were rounded "
+          f"away: parameters are trained in {', '.join(step_lib.narrow(grads))}"
+          ". Train them in float32, or at a higher learning rate.",
+          stacklevel=2,
+      )
+    return Update(
+        train_state, loss, applied.grad_norm, report, applied.skipped,
+        applied.rounded_away,
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -4,10 +4,17 @@
 
 Parameters, gradients and optimizer state are sharded alike, by the layout of
 the schedule; an elementwise optimizer then needs no communication.
+
+What is trained is stored in at least float32, whatever dtype a file has: a step
+of bfloat16 at 1 is 2⁻⁷, so that an update of 1e-6 changes next to nothing. The
+model computes in its `compute_dtype` all the same. An update whose gradient is
+not finite is not made.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +23,7 @@ from jax.sharding import PartitionSpec
 import optax
 
 from branch_replay import adapters
+from branch_replay import config as config_lib
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay.layout import Layout
@@ -39,16 +47,89 @@ class TrainState(NamedTuple):
   skipped: jax.Array
 
 
+class Applied(NamedTuple):
+  """What became of one gradient.
+
+  Attributes:
+    grad_norm: of the whole gradient, before any clipping.
+    skipped: bool[], whether loss or gradient was not finite, so that parameters
+      and optimizer state are what they were.
+    rounded_away: f32[], of the updates that are not 0 of parameters narrower
+      than float32, the share that changed nothing; 0 if all are wider.
+  """
+
+  grad_norm: jax.Array
+  skipped: jax.Array
+  rounded_away: jax.Array
+
+
 class Report(NamedTuple):
   """Of one step.
 
   Attributes:
     evaluation: `passes.Evaluation`, before the update.
-    grad_norm: f32[], of the whole gradient.
+    grad_norm: see `Applied`.
+    skipped: see `Applied`.
+    rounded_away: see `Applied`.
   """
 
   evaluation: passes.Evaluation
   grad_norm: jax.Array
+  skipped: jax.Array
+  rounded_away: jax.Array
+
+
+def as_trained(params, *, trainable: str = "all", param_dtype=None):
+  """The parameters in the dtypes they are trained in; frozen ones as they are.
+
+  Args:
+    params: all parameters.
+    trainable: "all" or "adapters".
+    param_dtype: None for at least float32; "file" to keep what there is; or
+      the name of a dtype. Below float32 most updates of a small learning rate
+      are rounded away, see `Applied.rounded_away`.
+
+  Raises:
+    ValueError: a param_dtype that is no dtype of floating-point numbers.
+  """
+  check_param_dtype(param_dtype)
+
+  def cast(x):
+    if param_dtype == "file" or not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    wanted = param_dtype or config_lib.at_least_float32(x.dtype)
+    return x.astype(wanted)
+
+  trained = jax.tree.map(cast, adapters.select(params, trainable))
+  return adapters.replace(params, trained)
+
+
+def check_param_dtype(param_dtype: str | None):
+  """Raises ValueError for what `as_trained` cannot make."""
+  if param_dtype is None or param_dtype == "file":
+    return
+  try:
+    floating = jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
+  except TypeError:
+    floating = False
+  if not floating:
+    raise ValueError(
+        f"param_dtype={param_dtype!r}: use 'float32', another floating-point "
+        "dtype, 'file' for the one that the parameters have, or None for at "
+        "least float32."
+    )
+
+
+def narrow(trained) -> list[str]:
+  """Names of the dtypes below float32 that trained parameters have."""
+  dtypes = {x.dtype for x in jax.tree.leaves(trained)}
+  return sorted(str(x) for x in dtypes if _is_narrow(x))
+
+
+def _is_narrow(dtype) -> bool:
+  return jnp.issubdtype(dtype, jnp.floating) and (
+      jnp.finfo(dtype).nmant < jnp.finfo(jnp.float32).nmant
+  )
 
 
 def create(
@@ -57,24 +138,68 @@ def create(
     *,
     trainable: str = "all",
     layout: Layout = Layout(),
+    param_dtype: str | None = None,
 ) -> TrainState:
   """The state before the first step, placed where the layout wants it.
+
+  Trained parameters become at least float32, and so does the optimizer's state,
+  unless the optimizer says otherwise; no update changes a dtype after that.
 
   Args:
     params: all parameters. A step donates them: keep a copy of your own.
     optimizer: of the trained ones.
     trainable: "all" or "adapters".
     layout: of the schedule.
+    param_dtype: see `as_trained`. Parameters below float32 are warned of.
+
+  Raises:
+    ValueError: see `as_trained`.
   """
   where = shardings(params, optimizer, trainable=trainable, layout=layout)
+  if where is not None:
+    params = jax.device_put(params, where.params)
+  params = as_trained(params, trainable=trainable, param_dtype=param_dtype)
+  trained = adapters.select(params, trainable)
+  if narrow(trained):
+    warnings.warn(
+        f"Parameters are trained in {', '.join(narrow(trained))}: updates "
+        "smaller than half a step of it are rounded away, and `rounded_away` "
+        "of each report says what share. Leave param_dtype out to train in "
+        "float32.",
+        stacklevel=2,
+    )
+  zero = jnp.int32(0)
   if where is None:
-    moments = optimizer.init(adapters.select(params, trainable))
-    return TrainState(params, moments, jnp.int32(0), jnp.int32(0))
-  params = jax.device_put(params, where.params)
-  init = jax.jit(optimizer.init, out_shardings=where.optimizer)
-  moments = init(adapters.select(params, trainable))
-  zero = jax.device_put(jnp.int32(0), where.step)
-  return TrainState(params, moments, zero, jnp.copy(zero))
+    return TrainState(params, _moments(optimizer, trained), zero, zero + 0)
+  init = jax.jit(
+      functools.partial(_moments, optimizer), out_shardings=where.optimizer
+  )
+  zero = jax.device_put(zero, where.step)
+  return TrainState(params, init(trained), zero, jnp.copy(zero))
+
+
+def _moments(optimizer, trained):
+  """Optimizer state in the dtypes that an update leaves behind."""
+  wide = _widened(trained)
+  moments = optimizer.init(wide)
+  _, after = jax.eval_shape(optimizer.update, wide, moments, trained)
+  return jax.tree.map(_cast_like, moments, after)
+
+
+def _widened(tree):
+  """Floating-point leaves in at least float32."""
+  return jax.tree.map(
+      lambda x: x.astype(config_lib.at_least_float32(x.dtype))
+      if jnp.issubdtype(x.dtype, jnp.floating) else x,
+      tree,
+  )
+
+
+def _cast_like(x, like):
+  # A key's dtype has no cast; to its own dtype one drops a weak type.
+  if jnp.issubdtype(like.dtype, jax.dtypes.extended):
+    return x
+  return jnp.asarray(x).astype(like.dtype)
 
 
 def shardings(params, optimizer, *, trainable: str, layout: Layout):
@@ -103,27 +228,68 @@ def shardings(params, optimizer, *, trainable: str, layout: Layout):
 
 
 def update(
-    optimizer: optax.GradientTransformation, train_state: TrainState, grads
-):
-  """Applies a gradient.
+    optimizer: optax.GradientTransformation, train_state: TrainState, grads,
+    loss,
+) -> tuple[TrainState, Applied]:
+  """Applies a gradient, unless it or its loss is not finite.
+
+  An update that is skipped leaves parameters and optimizer state bit for bit
+  as they were, the optimizer's own count of updates included, so that
+  learning rates by update go on where they were. It adds 1 to
+  `TrainState.skipped`, which the next good update sets to 0, and nothing to
+  `TrainState.step`: a version names the same parameters as before.
 
   Args:
     optimizer: of the trained parameters.
     train_state: before.
     grads: of the trained parameters.
+    loss: that they are the gradient of, a scalar.
 
   Returns:
-    The state after, and the norm of the gradient.
+    The state after, and what became of the gradient.
   """
   params = train_state.params
   trained = adapters.pick(params, grads)
-  updates, moments = optimizer.update(grads, train_state.optimizer, trained)
-  trained = optax.apply_updates(trained, updates)
-  params = adapters.replace(params, trained)
+  grads = _widened(grads)
   norm = optax.tree.norm(grads)
-  return TrainState(
-      params, moments, train_state.step + 1, train_state.skipped
-  ), norm
+  good = jnp.isfinite(norm) & jnp.isfinite(loss)
+
+  def apply(grads, trained, moments):
+    updates, after = optimizer.update(grads, moments, trained)
+    moved = optax.apply_updates(trained, updates)
+    lost = _rounded_away(trained, moved, updates)
+    return moved, jax.tree.map(_cast_like, after, moments), lost
+
+  def skip(_, trained, moments):
+    return trained, moments, jnp.float32(0)
+
+  # Selecting between old and new would keep a second copy of both.
+  trained, moments, lost = jax.lax.cond(
+      good, apply, skip, grads, trained, train_state.optimizer
+  )
+  train_state = TrainState(
+      adapters.replace(params, trained), moments,
+      train_state.step + good.astype(jnp.int32),
+      jnp.where(good, 0, train_state.skipped + 1),
+  )
+  return train_state, Applied(norm, ~good, lost)
+
+
+def _rounded_away(before, after, updates) -> jax.Array:
+  """See `Applied`."""
+  def count(found):
+    # By rows first: ones are not added to a float32 beyond 2²⁴.
+    rows = jnp.sum(jnp.atleast_1d(found), axis=-1, dtype=jnp.float32)
+    return jnp.sum(rows)
+
+  lost = there = jnp.float32(0)
+  for old, new, wanted in zip(
+      *map(jax.tree.leaves, (before, after, updates)), strict=True
+  ):
+    if _is_narrow(old.dtype):
+      there += count(wanted != 0)
+      lost += count((wanted != 0) & (old == new))
+  return lost / jnp.maximum(there, 1)
 
 
 def make_step(
@@ -156,13 +322,15 @@ def make_step(
 
   def step(train_state, group, args=(), key=None):
     evaluation, grads = gradient(train_state.params, group, *args, key=key)
-    train_state, norm = update(optimizer, train_state, grads)
+    train_state, applied = update(
+        optimizer, train_state, grads, evaluation.loss
+    )
     where = shardings(
         train_state.params, optimizer, trainable=trainable,
         layout=schedule.layout,
     )
     if where is not None:
       train_state = jax.lax.with_sharding_constraint(train_state, where)
-    return train_state, Report(evaluation, norm)
+    return train_state, Report(evaluation, *applied)
 
   return jax.jit(step, donate_argnums=0)
