@@ -3,6 +3,7 @@
 """The one description of a decoder that every module takes whole."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -127,19 +128,26 @@ class Adapter:
 
   Attributes:
     rank: r.
-    alpha: α.
+    alpha: α > 0; None for 2r, so that rank alone trains.
     matrices: which matrices of every layer, among `MATRICES`.
 
   Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
   """
 
   rank: int
-  alpha: float
+  alpha: float | None = None
   matrices: tuple[str, ...] = MATRICES
 
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f"Adapter.rank must be at least 1, not {self.rank}.")
+    if self.alpha is None:
+      object.__setattr__(self, "alpha", 2.0 * self.rank)
+    if not 0 < self.alpha < math.inf:
+      raise ValueError(
+          f"Adapter.alpha={self.alpha}: it must be finite and above 0, or the "
+          "adapter does nothing and gets no gradient. None takes 2 · rank."
+      )
     unknown = set(self.matrices) - set(MATRICES)
     if unknown or not self.matrices:
       raise ValueError(

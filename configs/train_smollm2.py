@@ -14,6 +14,7 @@ Cost: about 35 minutes on two cores; may be interrupted and started again.
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 from configs import train_tiny
 
@@ -23,7 +24,11 @@ def get_config() -> ml_collections.ConfigDict:
       "pretrained": "smollm2",
       "model": {},  # of the pretrained one
       "compute_dtype": "float32",
-      "adapter": {"rank": 0, "alpha": 0.0},  # rank 0 trains all parameters
+      "param_dtype": "float32",  # what is trained; "file" for the file's
+      "adapter": {  # rank 0 trains all parameters
+          "rank": 0,
+          "alpha": config_dict.placeholder(float),  # 2 · rank if not set
+      },
       "task": {
           "name": "retrieval",
           "prompt_tokens": 256,

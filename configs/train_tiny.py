@@ -16,6 +16,7 @@ least 0.9 at the end, with this seed: others leave the warm-up between 0.03 and
 """
 
 import ml_collections
+from ml_collections import config_dict
 
 
 def supervised(steps: int, prompt_tokens: int) -> dict:
@@ -71,7 +72,11 @@ def get_config() -> ml_collections.ConfigDict:
           "tied_embeddings": True,
       },
       "compute_dtype": "float32",
-      "adapter": {"rank": 0, "alpha": 0.0},  # rank 0 trains all parameters
+      "param_dtype": "float32",  # what is trained; "file" for the file's
+      "adapter": {  # rank 0 trains all parameters
+          "rank": 0,
+          "alpha": config_dict.placeholder(float),  # 2 · rank if not set
+      },
       "task": {
           "name": "retrieval",
           "prompt_tokens": 512,

@@ -48,7 +48,10 @@ def test_every_side_of_the_clip(x64, advantage, ratio, loss, moves):
 
 def test_every_constant_of_the_clip_is_wired(x64):
   assert clipped(5.0, -1.0, dual_clip=4.0)[0] == 4.0
-  np.testing.assert_allclose(clipped(5.0, -1.0)[0], 5.0, rtol=1e-12)
+  np.testing.assert_allclose(clipped(5.0, -1.0)[0], 3.0, rtol=1e-12)
+  np.testing.assert_allclose(
+      clipped(5.0, -1.0, dual_clip=None)[0], 5.0, rtol=1e-12
+  )
   np.testing.assert_allclose(clipped(5.0, 1.0)[0], -1.2, rtol=1e-12)
   np.testing.assert_allclose(clipped(5.0, 1.0, clip_high=0.5)[0], -1.5)
   np.testing.assert_allclose(clipped(0.1, -1.0)[0], 0.8, rtol=1e-12)
@@ -70,7 +73,8 @@ def test_the_clip_is_the_minimum_of_the_paper(x64):
   right_GT = np.minimum(ratio_GT * advantages_GT, inside_GT * advantages_GT)
   np.testing.assert_allclose(
       surrogates.ppo_clip(
-          jnp.log(ratio_GT), advantages_GT, mask_GT, clip_high=0.28
+          jnp.log(ratio_GT), advantages_GT, mask_GT, clip_high=0.28,
+          dual_clip=None,
       ),
       -right_GT, rtol=1e-12,
   )

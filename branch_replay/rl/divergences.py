@@ -29,12 +29,19 @@ from branch_replay.rl import checks
 
 Estimator = Literal["k1", "k2", "k3"]
 
+# Log-probs below are read as this: log 0 then has a finite difference from any.
+LEAST = -1000.0
+# Log-ratios above are exponentiated as this, with gradient 0: e²⁰ is 5e8, and
+# sums of its square over a batch are far from overflowing in float32.
+LARGEST = 20.0
+
 
 def log_ratio(log_probs_GT, other_log_probs_GT, mask_GT) -> jax.Array:
   """δ = log π_θ − log π_other of trained tokens, 0 elsewhere.
 
   Masked before anything is exponentiated: a masked ratio that overflows would
-  send NaN back through a mask that comes after it.
+  send NaN back through a mask that comes after it. Log-probs below −1000, −∞
+  too, count as −1000: δ is finite, and 0 where both are. NaN stays NaN.
 
   Args:
     log_probs_GT: log π_θ at the temperature that the other's are taken at.
@@ -52,7 +59,8 @@ def log_ratio(log_probs_GT, other_log_probs_GT, mask_GT) -> jax.Array:
   )
   dtype = config_lib.at_least_float32(jnp.result_type(log_probs_GT))
   other_GT = lax.stop_gradient(jnp.asarray(other_log_probs_GT))
-  difference_GT = jnp.asarray(log_probs_GT).astype(dtype) - other_GT
+  mine_GT = jnp.asarray(log_probs_GT).astype(dtype)
+  difference_GT = jnp.maximum(mine_GT, LEAST) - jnp.maximum(other_GT, LEAST)
   return jnp.where(mask_GT, difference_GT, 0)
 
 
@@ -67,7 +75,11 @@ def k2(log_ratio_GT) -> jax.Array:
 
 
 def k3(log_ratio_GT) -> jax.Array:
-  """exp(−δ) − 1 + δ. Unbiased and ≥ 0; as a loss that of the forward KL."""
+  """exp(−δ) − 1 + δ. Unbiased and ≥ 0; as a loss that of the forward KL.
+
+  At most that of δ = −20, 4.9e8, with gradient 0 beyond.
+  """
+  log_ratio_GT = jnp.maximum(log_ratio_GT, -LARGEST)
   return jnp.expm1(-log_ratio_GT) + log_ratio_GT
 
 

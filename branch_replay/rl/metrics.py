@@ -23,7 +23,7 @@ def mean(values, mask) -> jax.Array:
 
 def ratios(
     log_ratio_GT, advantages, mask_GT, *, clip_low: float, clip_high: float,
-    dual_clip: float | None = None,
+    dual_clip: float | None = surrogates.DUAL_CLIP,
 ) -> dict[str, jax.Array]:
   """How far the policy has moved from the one that sampled.
 
@@ -36,7 +36,7 @@ def ratios(
     dual_clip: those of the loss.
 
   Returns:
-    ratio_mean, ratio_max: of r.
+    ratio_mean, ratio_max: of r; above e²⁰ it counts as e²⁰ in everything here.
     clipped_low, clipped_high, clipped_dual: the share of tokens that a bound
       of `surrogates.clip_bounds` robs of their gradient: r < 1 − ε_low and
       A < 0; r > 1 + ε_high and A > 0; r > c and A < 0.
@@ -52,6 +52,7 @@ def ratios(
       dual_clip=dual_clip,
   )
   below_GT, above_GT = log_ratio_GT < low_GT, log_ratio_GT > high_GT
+  log_ratio_GT = jnp.minimum(log_ratio_GT, divergences.LARGEST)
   largest = _largest(log_ratio_GT, mask_GT)
   # Relative to the largest, so that squares do not overflow.
   scaled_GT = jnp.where(mask_GT, jnp.exp(log_ratio_GT - largest), 0)

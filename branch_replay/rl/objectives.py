@@ -64,7 +64,8 @@ class PolicyLoss:
     max_tokens: L_max of the reduction "constant".
     clip_low: ε_low.
     clip_high: ε_high.
-    dual_clip: c, bounds the loss of tokens with A < 0; None for no bound.
+    dual_clip: c, bounds the loss of tokens, or of answers, with A < 0 by c |A|;
+      None for e²⁰, see `surrogates.ppo_clip`.
     kl_coefficient: β.
     kl_estimator: see `divergences`; its gradient differs with its name.
   """
@@ -74,7 +75,7 @@ class PolicyLoss:
   max_tokens: int | None = None
   clip_low: float = 0.2
   clip_high: float = 0.2
-  dual_clip: float | None = None
+  dual_clip: float | None = surrogates.DUAL_CLIP
   kl_coefficient: float = 0.0
   kl_estimator: divergences.Estimator = "k3"
 
@@ -185,7 +186,7 @@ def reinforce() -> PolicyLoss:
 
 
 def ppo(
-    *, clip: float = 0.2, dual_clip: float | None = None,
+    *, clip: float = 0.2, dual_clip: float | None = surrogates.DUAL_CLIP,
     kl_coefficient: float = 0.0,
 ) -> PolicyLoss:
   """arXiv 1707.06347, mean over tokens; with `advantages.gae`.
@@ -195,7 +196,7 @@ def ppo(
 
   Args:
     clip: ε on both sides.
-    dual_clip: c > 1, bounds the loss of tokens with A < 0; None for no bound.
+    dual_clip: c > 1, bounds the loss of tokens with A < 0; see `PolicyLoss`.
     kl_coefficient: β.
 
   Returns:
@@ -207,41 +208,73 @@ def ppo(
   )
 
 
-def grpo(*, clip: float = 0.2, kl_coefficient: float = 0.04) -> PolicyLoss:
-  """arXiv 2402.03300, equation 3; with `advantages.group_relative`."""
-  return PolicyLoss(
-      "token", "sequence_mean", clip_low=clip, clip_high=clip,
-      kl_coefficient=kl_coefficient,
-  )
+def grpo(
+    *, clip: float = 0.2, dual_clip: float | None = surrogates.DUAL_CLIP,
+    kl_coefficient: float = 0.04,
+) -> PolicyLoss:
+  """arXiv 2402.03300, equation 3; with `advantages.group_relative`.
 
-
-def dr_grpo(*, max_tokens: int, clip: float = 0.2) -> PolicyLoss:
-  """arXiv 2503.20783: no bias by length; `group_relative(normalize=False)`.
+  The paper's loss has no dual clip, and none acts while r ≤ c.
 
   Args:
-    max_tokens: L_max, a constant of the run and not of the batch.
     clip: ε on both sides.
+    dual_clip: c > 1, see `PolicyLoss`.
+    kl_coefficient: β.
 
   Returns:
     The loss.
   """
   return PolicyLoss(
-      "token", "constant", max_tokens, clip_low=clip, clip_high=clip
+      "token", "sequence_mean", clip_low=clip, clip_high=clip,
+      dual_clip=dual_clip, kl_coefficient=kl_coefficient,
   )
 
 
-def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28) -> PolicyLoss:
+def dr_grpo(
+    *, max_tokens: int, clip: float = 0.2,
+    dual_clip: float | None = surrogates.DUAL_CLIP,
+) -> PolicyLoss:
+  """arXiv 2503.20783: no bias by length; `group_relative(normalize=False)`.
+
+  Args:
+    max_tokens: L_max, a constant of the run and not of the batch.
+    clip: ε on both sides.
+    dual_clip: c > 1, see `PolicyLoss`.
+
+  Returns:
+    The loss.
+  """
+  return PolicyLoss(
+      "token", "constant", max_tokens, clip_low=clip, clip_high=clip,
+      dual_clip=dual_clip,
+  )
+
+
+def dapo(
+    *, clip_low: float = 0.2, clip_high: float = 0.28,
+    dual_clip: float | None = surrogates.DUAL_CLIP,
+) -> PolicyLoss:
   """arXiv 2503.14476: a mean over tokens, clipped higher above than below.
 
   Sampling until no group is dead is up to the loop (`advantages.is_dead`).
   """
   return PolicyLoss(
-      "token", "token_mean", clip_low=clip_low, clip_high=clip_high
+      "token", "token_mean", clip_low=clip_low, clip_high=clip_high,
+      dual_clip=dual_clip,
   )
 
 
-def gspo(*, clip_low: float = 3e-4, clip_high: float = 4e-4) -> PolicyLoss:
-  """arXiv 2507.18071, equation 5: ratio and clipping of whole answers."""
+def gspo(
+    *, clip_low: float = 3e-4, clip_high: float = 4e-4,
+    dual_clip: float | None = surrogates.DUAL_CLIP,
+) -> PolicyLoss:
+  """arXiv 2507.18071, equation 5: ratio and clipping of whole answers.
+
+  The ratio is a mean over the answer's tokens, so that one that is off by 200
+  takes an answer of fewer than 180 tokens past the dual clip of 3, and it has
+  no gradient.
+  """
   return PolicyLoss(
-      "sequence", "sequence_mean", clip_low=clip_low, clip_high=clip_high
+      "sequence", "sequence_mean", clip_low=clip_low, clip_high=clip_high,
+      dual_clip=dual_clip,
   )

@@ -16,6 +16,8 @@ from branch_replay import config as config_lib
 from branch_replay.rl import checks
 from branch_replay.rl import divergences
 
+DUAL_CLIP = 3.0  # c, as in the paper
+
 
 def reinforce(log_probs_GT, advantages, mask_GT) -> jax.Array:
   """−Aₜ log π_θ(yₜ), Williams 1992, https://doi.org/10.1007/BF00992696.
@@ -72,30 +74,36 @@ def clip_bounds(
     advantages_GT: A of every token.
     clip_low: ε_low.
     clip_high: ε_high.
-    dual_clip: c, or None for no bound above where A < 0.
+    dual_clip: c, or None for e²⁰.
 
   Returns:
     (low_GT, high_GT): (−∞, log(1 + ε_high)) where A ≥ 0, and
-    (log(1 − ε_low), log c) where A < 0.
+    (log(1 − ε_low), log c) where A < 0; none is above 20, where one token would
+    be a batch's whole loss, and at 89 infinite in float32.
   """
   up_GT = advantages_GT >= 0
   dual = math.inf if dual_clip is None else math.log(dual_clip)
+  high, dual = (
+      min(x, divergences.LARGEST) for x in (math.log1p(clip_high), dual)
+  )
   return (
       jnp.where(up_GT, -jnp.inf, math.log1p(-clip_low)),
-      jnp.where(up_GT, math.log1p(clip_high), dual),
+      jnp.where(up_GT, high, dual),
   )
 
 
 def ppo_clip(
     log_ratio_GT, advantages, mask_GT, *, clip_low: float = 0.2,
-    clip_high: float = 0.2, dual_clip: float | None = None,
+    clip_high: float = 0.2, dual_clip: float | None = DUAL_CLIP,
 ) -> jax.Array:
   """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), arXiv 1707.06347, equation 7.
 
   With the dual clip, arXiv 1912.09729, the loss of a token with A < 0 is at
-  most c |A|. Both are one clamp of log r to a range that depends on
-  the sign of A, before it is exponentiated: a ratio that overflows where it is
-  clipped sends 0 back, not NaN. A ratio on a bound keeps its gradient.
+  most c |A|. Without it one token whose old log-prob is far too low, by rounding
+  or because it is stale, is the whole loss of a batch. Both are one clamp of
+  log r to a range that depends on the sign of A, before it is exponentiated: a
+  ratio that overflows where it is clipped sends 0 back, not NaN. A ratio on a
+  bound keeps its gradient.
 
   Args:
     log_ratio_GT: log r, of tokens (`divergences.log_ratio`) or of sequences
@@ -104,7 +112,7 @@ def ppo_clip(
     mask_GT: bool[..., G, T], the tokens that are trained.
     clip_low: ε_low in [0, 1).
     clip_high: ε_high ≥ 0.
-    dual_clip: c > 1; None for no dual clip.
+    dual_clip: c > 1; None for e²⁰, which only keeps the loss finite.
 
   Returns:
     loss_GT.

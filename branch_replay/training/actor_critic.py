@@ -82,10 +82,13 @@ class Loss:
 
 
 def add_head(params, config: config_lib.ModelConfig):
-  """The parameters with a value head of zeros, unless there is one."""
+  """The parameters with a value head of zeros, unless there is one.
+
+  It is at least float32.
+  """
   if PATH in params:
     return params
-  dtype = config.param_dtype
+  dtype = config_lib.at_least_float32(config.param_dtype)
   kernel, bias = jnp.zeros(config.width, dtype), jnp.zeros((), dtype)
   return params | {PATH: {"kernel": kernel, "bias": bias}}
 

@@ -38,9 +38,9 @@ class Update(NamedTuple):
     train_state: after it.
     loss: of the batch before it.
     grad_norm: of its gradient, before any clipping.
-    report: of the algorithm, before the update.
+    report: of the algorithm, before the update; and `rounded_away` of
+      `step.Applied` where parameters are narrower than float32.
     skipped: see `step.Applied`.
-    rounded_away: see `step.Applied`.
   """
 
   train_state: step_lib.TrainState
@@ -48,7 +48,6 @@ class Update(NamedTuple):
   grad_norm: jax.Array
   report: dict
   skipped: jax.Array
-  rounded_away: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,18 +254,23 @@ class Learner:
         train_state.params, batch, args, version=version, key=key, stale=stale
     )
     report = self._report(outputs, algorithms.log_probs(batch), args)
+    narrow = step_lib.narrow(grads)  # they have the parameters' dtypes
     train_state, applied = self._apply(train_state, grads, loss)
-    if step_lib.narrow(grads) and not self._warned:
-      self._warned.append(True)
-      warnings.warn(
-          f"{float(applied.rounded_away):.1%} of the first update were rounded "
-          f"away: parameters are trained in {', '.join(step_lib.narrow(grads))}"
-          ". Train them in float32, or at a higher learning rate.",
-          stacklevel=2,
-      )
-    return Update(
-        train_state, loss, applied.grad_norm, report, applied.skipped,
-        applied.rounded_away,
+    if narrow:
+      report |= {"rounded_away": applied.rounded_away}
+      self._warn(narrow, applied)
+    return Update(train_state, loss, applied.grad_norm, report, applied.skipped)
+
+  def _warn(self, narrow: list[str], applied: step_lib.Applied):
+    """Says what the first update lost to dtypes below float32."""
+    if self._warned or applied.skipped:
+      return
+    self._warned.append(True)
+    warnings.warn(
+        f"{float(applied.rounded_away):.1%} of the first update were rounded "
+        f"away: parameters are trained in {', '.join(narrow)}. Train them in "
+        "float32, param_dtype=None.",
+        stacklevel=3,
     )
 
 

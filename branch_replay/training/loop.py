@@ -202,7 +202,8 @@ def _begin(run, params, checkpoints):
     params = _with_head(earlier, params)
   like = jax.eval_shape(
       lambda params: step_lib.create(
-          params, phase.learner.optimizer, trainable=phase.learner.trainable
+          params, phase.learner.optimizer, trainable=phase.learner.trainable,
+          param_dtype=phase.learner.param_dtype,
       ),
       params,
   )
@@ -215,7 +216,7 @@ def _begin(run, params, checkpoints):
   if _needs_reference(phase) and run.place(progress.step)[0] == number:
     of_params = None if where is None else where.params
     reference = checkpoints.restore_reference(
-        number, checkpoints_lib.shapes(params, of_params)
+        number, checkpoints_lib.shapes(like.params, of_params)
     )
   return train_state, reference, progress
 
@@ -224,10 +225,7 @@ def _enter(run, number: int, params, checkpoints):
   """A new optimizer, and the reference policy where the phase needs one."""
   phase = run.phases[number]
   learner, reference = phase.learner, None
-  train_state = step_lib.create(
-      _with_head(phase, params), learner.optimizer,
-      trainable=learner.trainable, layout=learner.schedule.layout,
-  )
+  train_state = learner.create(_with_head(phase, params))
   if _needs_reference(phase):  # placed as the parameters are
     reference = jax.tree.map(lambda x: x.copy(), train_state.params)
     checkpoints.save_reference(number, reference)

@@ -3,6 +3,9 @@
 """Optimizers are optax's; here is what it does not have, and one to begin with.
 """
 
+from collections.abc import Callable
+import math
+from typing import Any
 from typing import Literal
 from typing import get_args
 
@@ -23,7 +26,20 @@ def with_state_dtype(
   Args:
     optimizer: any optax transformation.
     dtype: of its floating-point state, e.g. "bfloat16".
+
+  Raises:
+    ValueError: a dtype that is no float, or of a smaller range than float32:
+      squares of gradients would overflow or vanish.
   """
+  try:
+    info = jnp.finfo(dtype)
+  except ValueError:
+    info = None
+  if info is None or info.maxexp < jnp.finfo(jnp.bfloat16).maxexp:
+    raise ValueError(
+        f"dtype={dtype!r} cannot hold an optimizer's state: use 'bfloat16' or "
+        "'float32'."
+    )
   def cast(tree, to):
     def one(x):
       if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -65,8 +81,10 @@ def schedule(
     ValueError: a rate that is not positive, a warmup longer than the run, or an
       unknown decay.
   """
-  if not learning_rate > 0:
-    raise ValueError(f"learning_rate must be > 0, not {learning_rate}.")
+  if not 0 < learning_rate < math.inf:
+    raise ValueError(
+        f"learning_rate must be finite and > 0, not {learning_rate}."
+    )
   if not 0 <= warmup <= updates:
     raise ValueError(f"warmup={warmup} must lie in 0 to updates={updates}.")
   if decay not in get_args(Decay):
@@ -86,9 +104,36 @@ def schedule(
   return optax.join_schedules([rising, falling], [warmup])
 
 
+# Names of parameters that are matrices, or tables of vectors; see `decays`.
+_DECAYING = (
+    "kernel", "table", "key_up", "value_up", "filter", "adapter_in",
+    "adapter_out",
+)
+
+
+def decays(params) -> Any:
+  """Which parameters are pulled towards 0 by weight decay, a tree of bools.
+
+  Matrices, the tables of embedding and head, the filters of short convolutions
+  and adapters are. Scales of norms, biases, the rates of delta layers (A_log
+  and dt_bias, here log_rate and rate_bias) and the router's correction are not:
+  for these 0 is no smaller model but another one. What counts is the name, the
+  last key of a path, because layers are stacked and a scale has two axes like a
+  matrix. A name that is not known does not decay: the projections of a
+  `LayerKind` of one's own are called "kernel", as flax calls them, to do so.
+
+  Args:
+    params: a nested dict, of all parameters or of a part.
+  """
+  return jax.tree.map_with_path(
+      lambda path, _: getattr(path[-1], "key", None) in _DECAYING, params
+  )
+
+
 def adamw(
-    rate: optax.Schedule, *, b1: float = 0.9, b2: float = 0.99,
+    rate: optax.Schedule | float, *, b1: float = 0.9, b2: float = 0.99,
     weight_decay: float = 0.0, clip_norm: float | None = 1.0,
+    mask: Callable[[Any], Any] = decays,
 ) -> optax.GradientTransformation:
   """AdamW after clipping by the global norm.
 
@@ -96,13 +141,28 @@ def adamw(
     rate: learning rate by update.
     b1: β₁.
     b2: β₂.
-    weight_decay: decoupled.
+    weight_decay: decoupled, of the parameters in `mask`.
     clip_norm: greatest norm of the gradient; None for any.
+    mask: of parameters, what decays.
 
   Returns:
     The optimizer.
+
+  Raises:
+    ValueError: a number out of its range.
   """
-  adam = optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay)
+  for name, beta in (("b1", b1), ("b2", b2)):
+    if not 0 <= beta < 1:
+      raise ValueError(f"{name} must lie in [0, 1), not {beta}.")
+  if not 0 <= weight_decay < math.inf:
+    raise ValueError(f"weight_decay must be ≥ 0, not {weight_decay}.")
+  if clip_norm is not None and not clip_norm > 0:
+    raise ValueError(
+        f"clip_norm must be > 0, or None for no clipping, not {clip_norm}."
+    )
+  adam = optax.adamw(
+      rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=mask
+  )
   if clip_norm is None:
     return adam
   return optax.chain(optax.clip_by_global_norm(clip_norm), adam)

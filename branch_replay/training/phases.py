@@ -204,7 +204,8 @@ class Reinforce:
         part = number % self.updates
         here = slice(part * size, (part + 1) * size)
         update = self.learner.update(
-            train_state, batch[here], known[here], version=version + number,
+            train_state, batch[here], known[here],
+            version=int(train_state.step),  # a skipped update makes none
             key=jax.random.fold_in(jax.random.fold_in(key, _CHUNKS), number),
             stale=not fresh,
         )

@@ -170,15 +170,15 @@ def create(
     )
   zero = jnp.int32(0)
   if where is None:
-    return TrainState(params, _moments(optimizer, trained), zero, zero + 0)
+    return TrainState(params, initial(optimizer, trained), zero, jnp.copy(zero))
   init = jax.jit(
-      functools.partial(_moments, optimizer), out_shardings=where.optimizer
+      functools.partial(initial, optimizer), out_shardings=where.optimizer
   )
   zero = jax.device_put(zero, where.step)
   return TrainState(params, init(trained), zero, jnp.copy(zero))
 
 
-def _moments(optimizer, trained):
+def initial(optimizer: optax.GradientTransformation, trained):
   """Optimizer state in the dtypes that an update leaves behind."""
   wide = _widened(trained)
   moments = optimizer.init(wide)
@@ -249,12 +249,39 @@ def update(
     The state after, and what became of the gradient.
   """
   params = train_state.params
-  trained = adapters.pick(params, grads)
+  trained, moments, applied = apply(
+      optimizer, adapters.pick(params, grads), train_state.optimizer, grads,
+      loss,
+  )
+  good = ~applied.skipped
+  return TrainState(
+      adapters.replace(params, trained), moments,
+      train_state.step + good.astype(jnp.int32),
+      jnp.where(good, 0, train_state.skipped + 1),
+  ), applied
+
+
+def apply(
+    optimizer: optax.GradientTransformation, trained, moments, grads, loss
+) -> tuple[Any, Any, Applied]:
+  """`update` of parameters and optimizer state alone.
+
+  Args:
+    optimizer: of these parameters.
+    trained: parameters, all of which are trained.
+    moments: of `initial`.
+    grads: like `trained`.
+    loss: a scalar.
+
+  Returns:
+    Parameters and optimizer state, in the dtypes they had, and what became of
+    the gradient.
+  """
   grads = _widened(grads)
   norm = optax.tree.norm(grads)
   good = jnp.isfinite(norm) & jnp.isfinite(loss)
 
-  def apply(grads, trained, moments):
+  def make(grads, trained, moments):
     updates, after = optimizer.update(grads, moments, trained)
     moved = optax.apply_updates(trained, updates)
     lost = _rounded_away(trained, moved, updates)
@@ -265,14 +292,9 @@ def update(
 
   # Selecting between old and new would keep a second copy of both.
   trained, moments, lost = jax.lax.cond(
-      good, apply, skip, grads, trained, train_state.optimizer
+      good, make, skip, grads, trained, moments
   )
-  train_state = TrainState(
-      adapters.replace(params, trained), moments,
-      train_state.step + good.astype(jnp.int32),
-      jnp.where(good, 0, train_state.skipped + 1),
-  )
-  return train_state, Applied(norm, ~good, lost)
+  return trained, moments, Applied(norm, ~good, lost)
 
 
 def _rounded_away(before, after, updates) -> jax.Array:

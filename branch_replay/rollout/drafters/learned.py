@@ -74,6 +74,8 @@ class Learned:
   ) -> "Learned":
     """A drafter whose layer starts as the model's last one.
 
+    Its parameters are at least float32, because it is to be trained.
+
     Args:
       model: the decoder.
       params: its parameters.
@@ -86,9 +88,13 @@ class Learned:
     """
     check_fits(model.config)
     vocabulary_lib.check(vocabulary, model.config.vocab_size)
-    width, dtype = model.config.width, model.config.param_dtype
+    width = model.config.width
+    dtype = config_lib.at_least_float32(model.config.param_dtype)
     kernel = jax.nn.initializers.lecun_normal()(key, (2 * width, width), dtype)
-    last = jax.tree.map(lambda x: jnp.copy(x[-1]), params["layers"])
+    last = jax.tree.map(
+        lambda x: jnp.array(x[-1], config_lib.at_least_float32(x.dtype)),
+        params["layers"],
+    )
     return cls(
         {"pair": {"kernel": kernel}, "layer": last},
         jnp.asarray(vocabulary, jnp.int32),

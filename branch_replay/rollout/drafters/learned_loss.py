@@ -15,6 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import config as config_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.ops import attention_packed
@@ -76,6 +77,8 @@ def losses(
 
   wanted_NU, found_NU = log_law(target_NTM), log_law(predicted_NTM)
   divergence_N = jnp.sum(jnp.exp(wanted_NU) * (wanted_NU - found_NU), axis=-1)
+  wide = config_lib.at_least_float32(target_NTM.dtype)
+  target_NTM = target_NTM.astype(wide)
   error_NT = jnp.sum((predicted_NTM - target_NTM) ** 2, axis=-1)
   size_NT = jnp.sum(target_NTM**2, axis=-1)
   relative_NT = error_NT / jnp.where(counts_NT, size_NT, 1)

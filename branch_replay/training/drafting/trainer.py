@@ -14,6 +14,7 @@ import optax
 from branch_replay.models import decoder
 from branch_replay.rollout.drafters import learned
 from branch_replay.rollout.drafters import learned_loss
+from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import lessons
 
 
@@ -57,14 +58,16 @@ class Trainer:
       )
 
   def create(self, drafter: learned.Learned) -> Trained:
-    """Before the first update."""
+    """Before the first update; parameters become at least float32."""
     params = jax.tree.map(jnp.copy, drafter.params)  # an update donates them
-    return Trained(params, self.optimizer.init(params), jnp.int32(0))
+    params = step_lib.as_trained(params)
+    moments = step_lib.initial(self.optimizer, params)
+    return Trained(params, moments, jnp.int32(0))
 
   def update(
       self, trained: Trained, vocabulary_U, params, lesson: lessons.Lesson
   ) -> tuple[Trained, jax.Array]:
-    """One update.
+    """One update, unless loss or gradient is not finite.
 
     Args:
       trained: before; it is donated.
@@ -91,10 +94,10 @@ class Trainer:
 
     def update(trained, *args):
       loss, grads = jax.value_and_grad(mean_loss)(trained.params, *args)
-      updates, moments = self.optimizer.update(
-          grads, trained.optimizer, trained.params
+      params, moments, applied = step_lib.apply(
+          self.optimizer, trained.params, trained.optimizer, grads, loss
       )
-      params = optax.apply_updates(trained.params, updates)
-      return Trained(params, moments, trained.version + 1), loss
+      version = trained.version + (~applied.skipped).astype(jnp.int32)
+      return Trained(params, moments, version), loss
 
     return jax.jit(update, donate_argnums=0)
