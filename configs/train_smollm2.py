@@ -23,7 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({
       "pretrained": "smollm2",
       "model": {},  # of the pretrained one
-      "compute_dtype": "float32",
+      "compute_dtype": "file",  # of the weights; float32 for GGUF
       "param_dtype": "float32",  # what is trained; "file" for the file's
       "adapter": {  # rank 0 trains all parameters
           "rank": 0,

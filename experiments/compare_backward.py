@@ -30,6 +30,7 @@ from branch_replay import flops
 from branch_replay import sharding
 from branch_replay.schedule import check_mode
 from branch_replay.weights import gguf
+from branch_replay.weights import hf
 from branch_replay.weights import pretrained as pretrained_lib
 from experiments import cli
 from experiments import prompts
@@ -59,18 +60,36 @@ def policy_gradient_loss(log_probs_GT, advantages_G, weights_G):
 
 
 def load(
-    name: str, *, compute_dtype: str = "float32", seed: int = 0
+    name: str, *, param_dtype: str | None = None,
+    compute_dtype: str = "float32", seed: int = 0,
 ) -> pretrained_lib.Pretrained:
-  """The model "smollm2", "tiny" (random, by `seed`), or a path to weights."""
+  """The model "smollm2", "tiny" (random, by `seed`), or a path to weights.
+
+  Args:
+    name: of the model.
+    param_dtype: of parameters; None for that of the file, which is float32 for
+      GGUF, whose quantised values are exact in it.
+    compute_dtype: of activations; "file" for the file's dtype, but float32 for
+      float16, in which gradients overflow.
+    seed: of a random model.
+  """
+  if compute_dtype == "file":
+    compute_dtype = "float32"
+    if name not in ("tiny", "smollm2") and not name.endswith(".gguf"):
+      stored = hf.stored_dtype(name)
+      compute_dtype = "float32" if stored == "float16" else stored
+  dtypes = {"compute_dtype": compute_dtype}
+  if param_dtype is not None:
+    dtypes["param_dtype"] = param_dtype
   if name == "tiny":
-    model = br.Decoder(dataclasses.replace(_TINY, compute_dtype=compute_dtype))
+    model = br.Decoder(dataclasses.replace(_TINY, **dtypes))
     key, token = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
     return pretrained_lib.Pretrained(model, model.init(key, token)["params"])
   if name == "smollm2":
-    return gguf.load_smollm2(compute_dtype=compute_dtype)
+    return gguf.load_smollm2(**dtypes)
   if name.endswith(".gguf"):
-    return br.load_gguf(name, compute_dtype=compute_dtype)
-  return br.load_hf(name, compute_dtype=compute_dtype)
+    return br.load_gguf(name, **dtypes)
+  return br.load_hf(name, **dtypes)
 
 
 def build(config: ml_collections.ConfigDict) -> Problem:

@@ -35,6 +35,7 @@ from branch_replay.training import loop
 from branch_replay.training import metrics
 from branch_replay.training import optimizers
 from branch_replay.training import phases as phases_lib
+from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from configs import train_tiny
@@ -74,6 +75,11 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   """
   check_fields(config)
   pretrained, text = model_of(config)
+  if config.adapter.alpha is not None and not config.adapter.rank:
+    raise ValueError(
+        f"adapter.alpha={config.adapter.alpha} without an adapter: set "
+        "adapter.rank too, or neither."
+    )
   if config.adapter.rank:
     model, params = adapters.add(
         pretrained.model, pretrained.params,
@@ -138,16 +144,31 @@ def _same_fields(mine, known, where: str) -> None:
 
 
 def model_of(config):
-  """The model, pretrained or of the config's geometry, and its text."""
+  """The model, pretrained or of the config's geometry, and its text.
+
+  Parameters that are trained have the dtype that the config asks for; those
+  below adapters have the file's.
+  """
+  step_lib.check_param_dtype(config.param_dtype)
+  trained = None if config.param_dtype == "file" else config.param_dtype
   if config.pretrained:
     pretrained = compare_backward.load(
-        config.pretrained, compute_dtype=config.compute_dtype
+        config.pretrained, compute_dtype=config.compute_dtype,
+        param_dtype=None if config.adapter.rank else trained,
     )
     return pretrained, tasks.Chat(pretrained)
+  if "file" in (config.param_dtype, config.compute_dtype):
+    raise ValueError(
+        f"param_dtype={config.param_dtype!r}, compute_dtype="
+        f"{config.compute_dtype!r}: without `pretrained` there is no file. "
+        "Name a dtype, as in 'float32'."
+    )
   text = tasks.Characters()
   model = br.Decoder(br.ModelConfig(
-      vocab_size=text.vocab_size, compute_dtype=config.compute_dtype,
-      **config.model,
+      vocab_size=text.vocab_size, **{
+          "param_dtype": trained, "compute_dtype": config.compute_dtype,
+          **config.model,
+      },
   ))
   params = model.init(
       jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
@@ -201,6 +222,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
         model, algorithm, optimizer, config.prefix_gradient,
         br.Sampling(**config.sampled), schedule,
         "adapters" if config.adapter.rank else "all",
+        param_dtype=config.param_dtype,
     )
 
   if of.kind == "supervised":

@@ -99,8 +99,8 @@ def ppo_clip(
   """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), arXiv 1707.06347, equation 7.
 
   With the dual clip, arXiv 1912.09729, the loss of a token with A < 0 is at
-  most c |A|. Without it one token whose old log-prob is far too low, by rounding
-  or because it is stale, is the whole loss of a batch. Both are one clamp of
+  most c |A|. Without it one token whose old log-prob is far too low, because it
+  is stale or was rounded, is the whole loss of a batch. Both are one clamp of
   log r to a range that depends on the sign of A, before it is exponentiated: a
   ratio that overflows where it is clipped sends 0 back, not NaN. A ratio on a
   bound keeps its gradient.

@@ -139,6 +139,16 @@ def _open_tensors(directory, stack):
   return handles
 
 
+def stored_dtype(directory: str | os.PathLike) -> str:
+  """The dtype of a directory's weights, the widest where there are several.
+
+  Raises:
+    ValueError: weights that are missing, damaged or not floats.
+  """
+  with contextlib.ExitStack() as stack:
+    return _stored_dtype(_open_tensors(pathlib.Path(directory), stack))
+
+
 def _stored_dtype(handles) -> str:
   dtypes = set()
   for name, handle in handles.items():
