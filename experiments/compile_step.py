@@ -115,7 +115,9 @@ def compile_step(step: plan.Step, of: Target) -> dict:
   train_state = jax.tree.map(
       lambda x, sharding: placed(x.shape, x.dtype, sharding),
       jax.eval_shape(
-          lambda p: step_lib.create(p, optimizer, trainable=step.trainable),
+          lambda p: step_lib.create(
+              p, optimizer, trainable=step.trainable, param_dtype="file"
+          ),
           params,
       ),
       where,

@@ -56,7 +56,11 @@ def _define_flags():
       "accumulator_dtype", "bfloat16",
       "Of the prefix's cotangent: bfloat16 or float32.",
   )
-  flags.DEFINE_string("param_dtype", "bfloat16", "Of stored parameters.")
+  flags.DEFINE_string(
+      "param_dtype", None,
+      "Of stored parameters. By default float32 where all are trained, as "
+      "training does, and bfloat16 below adapters.",
+  )
   flags.DEFINE_string("moments_dtype", "bfloat16", "Of Adam's two moments.")
   flags.DEFINE_integer(
       "adapter_rank", 0, "Train adapters of this rank; 0 trains everything."
@@ -79,8 +83,11 @@ def step_of(values) -> plan.Step:
   adapter = None
   if values.adapter_rank:
     adapter = config_lib.Adapter(values.adapter_rank, 2.0 * values.adapter_rank)
+  param_dtype = values.param_dtype
+  if param_dtype is None:
+    param_dtype = "bfloat16" if adapter else "float32"
   config = dataclasses.replace(
-      config, param_dtype=values.param_dtype, compute_dtype="bfloat16",
+      config, param_dtype=param_dtype, compute_dtype="bfloat16",
       adapter=adapter,
       max_positions=max(
           config.max_positions, values.prefix + values.tail + 1

@@ -49,6 +49,14 @@ _PLANNED = tuple(
     dict(accumulator_dtype="float32", adapter_rank=rank, compile=False)
     for rank in (0, 16)
 )
+# Parameters in float32, as training stores them.
+_FLOAT32 = tuple(
+    dict(param_dtype="float32", compile=False, **changes)
+    for changes in (
+        dict(), dict(mode="stop"), dict(prefix=262144),
+        dict(model="qwen3.5-27b"), dict(model="qwen3.5-27b", mode="stop"),
+    )
+)
 _HYBRID = tuple(
     dict(
         model="qwen3.5-27b", prefix=prefix, mode=mode, adapter_rank=rank,
@@ -64,7 +72,7 @@ def run(_):
   """Fills the result file with the cases that it does not have."""
   found = json.loads(_FILE.read_text()) if _FILE.exists() else {"plans": []}
   done = [plan["flags"] for plan in found["plans"]]
-  cases = _COMPILED + _BY_KERNEL + _PLANNED + _HYBRID
+  cases = _COMPILED + _BY_KERNEL + _PLANNED + _HYBRID + _FLOAT32
   for changes in tqdm.tqdm(cases, desc="plans"):
     flags = _BASE | changes
     if flags in done:
@@ -72,7 +80,8 @@ def run(_):
     plan = planner.run(types.SimpleNamespace(**flags))
     print(planner.table(plan))
     found["plans"].append({"flags": flags, **plan})
-    found["environment"] = record.environment()
+    if flags["compile"]:  # arithmetic is the same anywhere
+      found["environment"] = record.environment()
     record.write_json(_FILE, found)
   print(f"Wrote {_FILE}.")
 

@@ -51,8 +51,9 @@ def _compiled(plan: dict, unit: str = "") -> str:
 def plans(results: dict) -> str:
   """Plans of the 8B decoder, those that were compiled first."""
   head = (
-      "| mode | trains | attention | G | P | accumulator | planned | compiled "
-      "| longest P at 88 GiB |\n|---|---|---|---|---|---|---|---|---|\n"
+      "| mode | trains | parameters | attention | G | P | accumulator "
+      "| planned | compiled | longest P at 88 GiB |\n"
+      f"|{'---|' * 10}\n"
   )
   rows = []
   for plan in results["plans"]:
@@ -62,6 +63,7 @@ def plans(results: dict) -> str:
     rank = flags["adapter_rank"]
     rows.append(
         f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
+        f"| {flags['param_dtype']} "
         f"| {'loops' if flags['attention'] == 'loops' else 'kernel'} "
         f"| {plan['branches']} | {plan['prefix']:,} "
         f"| {'–' if plan['mode'] == 'stop' else flags['accumulator_dtype']} "
@@ -76,20 +78,22 @@ def hybrid_plans(results: dict) -> str:
   """Plans of the 27B hybrid: what each part of a device's memory holds."""
   kinds = "state", "accumulator", "kept", "working"
   head = (
-      f"| mode | trains | P | weights | {' | '.join(kinds)} | planned "
-      "| compiled | fits 88 GiB | longest P that does |\n"
-      f"|{'---|' * (len(kinds) + 8)}\n"
+      f"| mode | trains | parameters | P | weights | {' | '.join(kinds)} "
+      "| planned | compiled | fits 88 GiB | longest P that does |\n"
+      f"|{'---|' * (len(kinds) + 9)}\n"
   )
   rows = []
   mine = [one for one in results["plans"] if one["model"] == "qwen3.5-27b"]
   mine.sort(key=lambda one: (
-      one["prefix"], one["flags"]["adapter_rank"], one["mode"]
+      one["prefix"], one["flags"]["adapter_rank"],
+      one["flags"]["param_dtype"], one["mode"],
   ))
   for plan in mine:
     rank, size = plan["flags"]["adapter_rank"], plan["bytes_per_device"]
     weights = size["parameters"] + size["gradients"] + size["optimizer"]
     rows.append(
         f"| {plan['mode']} | {f'adapters, rank {rank}' if rank else 'all'} "
+        f"| {plan['flags']['param_dtype']} "
         f"| {plan['prefix']:,} | {weights / 2**30:.1f} "
         + "".join(f"| {size[kind] / 2**30:.1f} " for kind in kinds)
         + f"| {size['total'] / 2**30:.1f} | {_compiled(plan)} "

@@ -106,6 +106,19 @@ def test_the_published_shape_as_one_object():
   assert lora["longest_prefix"] > found["longest_prefix"]
 
 
+def test_parameters_are_planned_as_training_stores_them():
+  shape = dict(model="qwen3-8b", prefix=262144)
+  trained, narrow, adapted = (
+      run(**shape, **changes)["bytes_per_device"] for changes in (
+          dict(param_dtype=None), {}, dict(param_dtype=None, adapter_rank=16),
+      )
+  )
+  # 8.19e9 parameters on eight chips, two bytes more each.
+  more = (trained["total"] - narrow["total"]) / plan.GIB
+  assert more == pytest.approx(8.19e9 * 2 / 8 / plan.GIB, rel=1e-3)
+  assert adapted["parameters"] < 1.05 * narrow["parameters"]
+
+
 def test_presets_are_what_their_files_say(tmp_path):
   # Billions of parameters as published.
   counts = {
