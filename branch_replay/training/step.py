@@ -182,7 +182,7 @@ def initial(optimizer: optax.GradientTransformation, trained):
   """Optimizer state in the dtypes that an update leaves behind."""
   wide = _widened(trained)
   moments = optimizer.init(wide)
-  _, after = jax.eval_shape(optimizer.update, wide, moments, trained)
+  _, after = jax.eval_shape(optimizer.update, wide, moments, wide)
   return jax.tree.map(_cast_like, moments, after)
 
 
@@ -282,7 +282,7 @@ def apply(
   good = jnp.isfinite(norm) & jnp.isfinite(loss)
 
   def make(grads, trained, moments):
-    updates, after = optimizer.update(grads, moments, trained)
+    updates, after = optimizer.update(grads, moments, _widened(trained))
     moved = optax.apply_updates(trained, updates)
     lost = _rounded_away(trained, moved, updates)
     return moved, jax.tree.map(_cast_like, after, moments), lost
