@@ -215,22 +215,24 @@ def test_matrices_decay_and_nothing_else_does():
     )["params"]
     return actor_critic.add_head(params, config)
 
-  trees = jax.tree.map(
-      lambda x: jnp.full(x.shape, 0.5),
-      [jax.eval_shape(functools.partial(fresh, config)) for config in configs],
-  )
+  params = {}  # one of each, by the module that has it
+  for config in configs:
+    found = jax.eval_shape(functools.partial(fresh, config))
+    for path, _ in jax.tree.leaves_with_path(found):
+      *_, stage, name = (key.key for key in path)
+      params.setdefault(stage, {})[name] = jnp.full((2, 3), 0.5)
   optimizer = optimizers.adamw(0.01, weight_decay=0.1)
-  zeros = jax.tree.map(jnp.zeros_like, trees)
+  zeros = jax.tree.map(jnp.zeros_like, params)
 
   def update(_, train_state):
     return step_lib.update(optimizer, train_state, zeros, 0.0)[0]
 
   train_state = jax.jit(lambda x: jax.lax.fori_loop(0, 100, update, x))(
-      step_lib.create(trees, optimizer)
+      step_lib.create(params, optimizer)
   )
   seen = set()
   for path, leaf in jax.tree.leaves_with_path(train_state.params):
-    *_, stage, name = (key.key for key in path)
+    stage, name = (key.key for key in path)
     stays = "norm" in stage or name in (
         "bias", "log_rate", "rate_bias", "correction"
     )
