@@ -254,7 +254,9 @@ class Learner:
         train_state.params, batch, args, version=version, key=key, stale=stale
     )
     report = self._report(outputs, algorithms.log_probs(batch), args)
-    narrow = step_lib.narrow(grads)  # they have the parameters' dtypes
+    narrow = step_lib.narrow(
+        adapters.select(train_state.params, self.trainable)
+    )
     train_state, applied = self._apply(train_state, grads, loss)
     if narrow:
       report |= {"rounded_away": applied.rounded_away}
@@ -263,7 +265,7 @@ class Learner:
 
   def _warn(self, narrow: list[str], applied: step_lib.Applied):
     """Says what the first update lost to dtypes below float32."""
-    if self._warned or applied.skipped:
+    if self._warned or applied.skipped or not applied.grad_norm:
       return
     self._warned.append(True)
     warnings.warn(
