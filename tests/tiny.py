@@ -51,12 +51,13 @@ ARCHITECTURES = {
     "gemma3": dataclasses.replace(
         BASE, num_layers=3, layer_pattern=("sliding", "full"), window=5,
         rope_theta=1000.0, rope_theta_local=50.0,
-        rope_scaling=br.LinearScaling(4.0), qk_norm=True, post_norms=True,
-        activation="gelu_tanh", scale_embeddings=True, tied_embeddings=True,
+        rope_scaling=br.LinearScaling(4.0), norms_from_one=True, qk_norm=True,
+        score_divisor=24, post_norms=True, activation="gelu_tanh",
+        scale_embeddings=True, tied_embeddings=True,
     ),
     "qwen3.5": dataclasses.replace(
         BASE, layer_pattern=("delta", "full"), rotary_dim=6, qk_norm=True,
-        output_gate=True, delta=br.GatedDelta(2, 4, 8, 4),
+        norms_from_one=True, output_gate=True, delta=br.GatedDelta(2, 4, 8, 4),
     ),
     "deepseek": dataclasses.replace(
         BASE, layer_pattern=("latent",),

@@ -80,7 +80,7 @@ class Decoder(nn.Module):
       )
     else:
       self.layers = Parts(config)
-    self.final_norm = layers.RMSNorm(config.norm_eps, config.param_dtype)
+    self.final_norm = layers.norm(config)
     if not config.tied_embeddings:
       self.head = layers.Table(config)
 

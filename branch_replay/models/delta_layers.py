@@ -92,7 +92,9 @@ class DeltaJoin(nn.Module):
   @nn.compact
   def __call__(self, x_GTM, out_GTKRE, gate_NE):
     config = self.config
-    normed_GTKRE = layers.norm(config, "norm")(out_GTKRE)
+    # Its scale is itself whatever those of the model's other norms are.
+    norm = layers.RMSNorm(config.norm_eps, config.param_dtype, name="norm")
+    normed_GTKRE = norm(out_GTKRE)
     gated_NE = normed_GTKRE.reshape(gate_NE.shape) * nn.silu(gate_NE)
     joined_NM = layers.linear(config, config.width, "output")(gated_NE)
     return layers.added(config, x_GTM, joined_NM)

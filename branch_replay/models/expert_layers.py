@@ -65,7 +65,7 @@ class ExpertExpand(nn.Module):
 
   def setup(self):
     config, experts = self.config, self.config.experts
-    self.norm = layers.RMSNorm(config.norm_eps, config.param_dtype)
+    self.norm = layers.norm(config)
     self.router = Router(config)
     self.expert_gate = Matrices(config, config.width, experts.width)
     self.expert_up = Matrices(config, config.width, experts.width)

@@ -23,24 +23,34 @@ from branch_replay.ops import rope
 
 
 class RMSNorm(nn.Module):
-  """x ↦ scale · x / √(mean(x²) + ε), in at least float32.
+  """x ↦ scale · x / √(mean(x²) + ε), in at least float32, rounded once.
+
+  Rounded before the product, to bfloat16, scales next to 1 would all be 1.
+
+  Attributes:
+    epsilon: ε.
+    param_dtype: of the parameter.
+    from_one: the parameter is scale − 1, and zero at first.
 
   Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
   """
 
   epsilon: float
   param_dtype: str
+  from_one: bool = False
 
   @nn.compact
-  def __call__(self, x):
-    scale = self.param(
-        "scale", nn.initializers.ones, (x.shape[-1],), self.param_dtype
-    )
-    wide = x.astype(config_lib.at_least_float32(x.dtype))
+  def __call__(self, x, factor: float = 1.0):
+    """The norm of x, times a number."""
+    init = nn.initializers.zeros if self.from_one else nn.initializers.ones
+    scale = self.param("scale", init, (x.shape[-1],), self.param_dtype)
+    dtype = config_lib.at_least_float32(x.dtype)
+    wide, scale = x.astype(dtype), scale.astype(dtype)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(variance + self.epsilon)
+    scale = (1 + scale if self.from_one else scale) * factor
     scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+    return (normed * scale).astype(x.dtype)
 
 
 class Table(nn.Module):
@@ -59,9 +69,11 @@ class Table(nn.Module):
     )
 
 
-def norm(config: config_lib.ModelConfig, name: str) -> RMSNorm:
+def norm(config: config_lib.ModelConfig, name: str | None = None) -> RMSNorm:
   """The model's norm, under a name of its own."""
-  return RMSNorm(config.norm_eps, config.param_dtype, name=name)
+  return RMSNorm(
+      config.norm_eps, config.param_dtype, config.norms_from_one, name=name
+  )
 
 
 class Linear(nn.Module):
@@ -178,7 +190,7 @@ class Rotate(nn.Module):
 
     q_GTND, k_GTND, v_GTND = heads(query), heads(key), heads(value)
     if config.qk_norm:
-      q_GTND = norm(config, "query_norm")(q_GTND)
+      q_GTND = norm(config, "query_norm")(q_GTND, config.query_factor)
       k_GTND = norm(config, "key_norm")(k_GTND)
     theta, scaling = config.rope_of(self.kind)
     turn = dict(theta=theta, scaling=scaling, dim=config.rotary_dim)

@@ -1,14 +1,27 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding with the published long-context scalings."""
+"""Rotary position embedding with the published long-context scalings.
 
+At position 2²² the rounding of a float32 angle is a quarter of a radian. So an
+angle is never made as a float32 product: positions and frequencies are
+multiplied as integers, a frequency being a number of turns with 64 bits behind
+the point, and whole turns fall off.
+"""
+
+import fractions
 import math
 
 import chex
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import config as config_lib
+
+# 1/2π in units of 2⁻¹²⁸.
+_TURNS_A_RADIAN = 0x28BE60DB9391054A7F09D5F47D4D3770
+_HALF = 16  # bits
+_LOW_HALF = np.uint32((1 << _HALF) - 1)
 
 
 def frequencies(
@@ -16,7 +29,11 @@ def frequencies(
 ) -> tuple[np.ndarray, float]:
   """Inverse frequencies and the factor on cos and sin.
 
-  θᵢ = theta^(−2i/head_dim), then scaled as the scaling's paper says.
+  θᵢ = theta^(−2i/head_dim), then scaled as the scaling's paper says. Computed
+  as transformers does, in its order and rounded to float32 after every step:
+  far out the model that was trained is that of the rounded frequencies. (Of
+  the powers that torch's vector instructions make, one in a hundred is rounded
+  the other way, and not the same ones on every processor.)
 
   Args:
     head_dim: D, even.
@@ -24,33 +41,47 @@ def frequencies(
     scaling: one of the classes in `config`, or None.
 
   Returns:
-    float64 [D/2] radians per position, and the attention factor (1 unless
+    float32 [D/2] radians per position, and the attention factor (1 unless
     YaRN).
   """
-  exponent_H = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-  inverse_H = theta**-exponent_H
+  exponent_H = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(
+      head_dim
+  )
+  base = np.float64(np.float32(theta))
+  power_H = (base ** exponent_H.astype(np.float64)).astype(np.float32)
+  inverse_H = 1 / power_H
   match scaling:
     case None:
       return inverse_H, 1.0
     case config_lib.LinearScaling():
-      return inverse_H / scaling.factor, 1.0
+      return inverse_H / np.float32(scaling.factor), 1.0
     case config_lib.Llama3Scaling():
       return _llama3(inverse_H, scaling), 1.0
     case config_lib.YarnScaling():
-      return _yarn(inverse_H, head_dim, theta, scaling)
+      return _yarn(power_H, head_dim, theta, scaling)
     case _:
       raise ValueError(f"Unknown RoPE scaling {scaling!r}.")
 
 
+# Below a Python number is rounded to float32 where it meets an array; torch
+# divides a number by an array as the number times the reciprocals.
+
+
 def _llama3(inverse_H, scaling):
-  turns_H = scaling.original_max_positions * inverse_H / (2 * math.pi)
+  factor, original = scaling.factor, scaling.original_max_positions
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  wavelength_H = (1 / inverse_H) * (2 * math.pi)
+  slow_H, fast_H = (
+      wavelength_H > original / low, wavelength_H < original / high
+  )
+  inverse_H = np.where(slow_H, inverse_H / factor, inverse_H)
   # 0 where fewer than `low` turns fit the original context, 1 above `high`.
-  keep_H = np.clip((turns_H - low) / (high - low), 0.0, 1.0)
-  return inverse_H * (keep_H + (1 - keep_H) / scaling.factor)
+  keep_H = ((1 / wavelength_H) * original - low) / (high - low)
+  blend_H = (1 - keep_H) * inverse_H / factor + keep_H * inverse_H
+  return np.where(slow_H | fast_H, inverse_H, blend_H)
 
 
-def _yarn(inverse_H, head_dim, theta, scaling):
+def _yarn(power_H, head_dim, theta, scaling):
   def index_of(turns):
     span = scaling.original_max_positions / (turns * 2 * math.pi)
     return head_dim * math.log(span) / (2 * math.log(theta))
@@ -59,10 +90,13 @@ def _yarn(inverse_H, head_dim, theta, scaling):
   if scaling.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, head_dim - 1)
-  width = max(high - low, 1e-3)
-  interpolate_H = np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
-  scaled_H = inverse_H * (1 - interpolate_H + interpolate_H / scaling.factor)
-  return scaled_H, _yarn_attention_factor(scaling)
+  if low == high:
+    high += 0.001
+  index_H = np.arange(head_dim // 2, dtype=np.float32)
+  keep_H = 1 - np.clip((index_H - low) / (high - low), 0, 1)
+  stretched_H = 1 / (scaling.factor * power_H)
+  inverse_H = stretched_H * (1 - keep_H) + (1 / power_H) * keep_H
+  return inverse_H, _yarn_attention_factor(scaling)
 
 
 def _temperature(factor, mscale):
@@ -93,6 +127,48 @@ def score_factor(scaling: config_lib.RopeScaling | None) -> float:
   return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
+def angles(positions_GT, inverse_H, dtype):
+  """Position · frequency less whole turns, radians in [−π, π), [G, T, D/2].
+
+  Off by the rounding of the result and 2⁻⁶⁴ turns a position, at any i32
+  position.
+
+  Args:
+    positions_GT: i32.
+    inverse_H: of `frequencies`, a constant.
+    dtype: of the result, at least float32.
+  """
+  # Turns a position, in units of 2⁻⁶⁴, as two words.
+  scale = fractions.Fraction(_TURNS_A_RADIAN, 1 << 64)
+  turns = [
+      round(fractions.Fraction(float(x)) * scale) % (1 << 64)
+      for x in inverse_H
+  ]
+  high_11H, low_11H = (
+      np.array([word(x) for x in turns], np.uint32)[None, None]
+      for word in (lambda x: x >> 32, lambda x: x & 0xFFFFFFFF)
+  )
+  at_GT1 = positions_GT[..., None]
+  word_GT1 = at_GT1.astype(jnp.uint32)
+  # Of the product modulo 2⁶⁴ the high word: turns in units of 2⁻³².
+  high_GTH = word_GT1 * high_11H + _high_word(word_GT1, low_11H)
+  # As a word a negative position is 2³² more than it is.
+  high_GTH -= jnp.where(at_GT1 < 0, low_11H, np.uint32(0))
+  signed_GTH = lax.bitcast_convert_type(high_GTH, jnp.int32).astype(dtype)
+  if dtype == jnp.float64:  # has digits for the low word too
+    signed_GTH += (word_GT1 * low_11H).astype(dtype) * 2.0**-32
+  return signed_GTH * np.asarray(2 * math.pi * 2.0**-32, dtype)
+
+
+def _high_word(a, b):
+  """⌊a b / 2³²⌋ of u32, by halves, of which no sum overflows."""
+  high_a, low_a = a >> _HALF, a & _LOW_HALF
+  high_b, low_b = b >> _HALF, b & _LOW_HALF
+  first = high_a * low_b + ((low_a * low_b) >> _HALF)
+  second = low_a * high_b + (first & _LOW_HALF)
+  return high_a * high_b + (first >> _HALF) + (second >> _HALF)
+
+
 def rotate(
     x_GTND, positions_GT, *, theta: float, scaling=None, dim: int | None = None
 ):
@@ -100,7 +176,8 @@ def rotate(
 
   (x₁, x₂) ↦ (x₁ cos φ − x₂ sin φ, x₂ cos φ + x₁ sin φ), φ = tθᵢ, where x₁ and
   x₂ are the first and second half of the head (the Hugging Face layout).
-  Angles are taken in at least float32: in bfloat16 position 257 is 256.
+  cos and sin are within 10⁻⁶ of those of the frequencies in exact arithmetic,
+  at any position, in float32 and whatever is narrower; see `angles`.
 
   Args:
     x_GTND: branches, tokens, heads, head_dim.
@@ -122,8 +199,7 @@ def rotate(
     return jnp.concatenate([turned, rest], axis=-1)
   dtype = config_lib.at_least_float32(x_GTND.dtype)
   inverse_H, factor = frequencies(x_GTND.shape[-1], theta, scaling)
-  inverse_GTH = jnp.asarray(inverse_H, dtype)[None, None]
-  angle_GTH = positions_GT[..., None].astype(dtype) * inverse_GTH
+  angle_GTH = angles(positions_GT, inverse_H, dtype)
   cos_GTNH = (jnp.cos(angle_GTH) * factor)[:, :, None, :]
   sin_GTNH = (jnp.sin(angle_GTH) * factor)[:, :, None, :]
   first, second = jnp.split(x_GTND.astype(dtype), 2, axis=-1)

@@ -46,8 +46,8 @@ def load_hf(
 
   Of Qwen these are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next; of DeepSeek
   V2 and V3; all but Qwen3-MoE without experts. Where a family stores the scales
-  of its norms less 1 (Gemma 3, Qwen3.5, Qwen3-Next) they are loaded as 1 + w,
-  which bfloat16 rounds: pass param_dtype="float32" to keep them.
+  of its norms less 1 (Gemma 3, Qwen3.5, Qwen3-Next), so are the parameters: see
+  `ModelConfig.norms_from_one`.
 
   Reads config.json and model.safetensors, or the shards named by
   model.safetensors.index.json; and where present generation_config.json,
@@ -234,8 +234,7 @@ def save_hf(
 ):
   """Writes a directory that `load_hf` and transformers read.
 
-  `load_hf` of it gives bit-equal parameters, but for scales of norms below a
-  half in the families that store them less 1. Everything is written under
+  `load_hf` of it gives bit-equal parameters. Everything is written under
   temporary names and renamed at the end, so a save that fails leaves an earlier
   export as it was. Files that this call has nothing for, such as the tokenizer
   of an earlier export, are left alone. The host holds one copy of the

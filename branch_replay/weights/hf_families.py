@@ -82,13 +82,17 @@ def _gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
   sliding = "sliding" in kinds
   apart = sliding and (local, None) != (theta, scaling)
   window = hf_fields.integer(mapping, "sliding_window", default=4096)
-  return _heads(mapping) | {
+  heads = _heads(mapping)
+  divisor = hf_fields.integer(mapping, "query_pre_attn_scalar", default=256)
+  return heads | {
       "layer_pattern": kinds,
       "window": window if sliding else None,
       "rope_theta": theta,
       "rope_theta_local": local if apart else None,
       "rope_scaling": scaling,
+      "norms_from_one": True,
       "qk_norm": True,
+      "score_divisor": None if divisor == heads["head_dim"] else divisor,
       "post_norms": True,
       "activation": "gelu_tanh",
       "scale_embeddings": True,
@@ -105,8 +109,7 @@ def _gemma3_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       "layer_types": [_NAMES[kind] for kind in pattern.layers(config)],
       "sliding_window": config.window or 4096,
       "rope_local_base_freq": local,
-      # Folded into the scales of the queries' norms, as any other value is.
-      "query_pre_attn_scalar": config.head_dim,
+      "query_pre_attn_scalar": config.score_divisor or config.head_dim,
       "attn_logit_softcapping": None,
       "final_logit_softcapping": None,
       "attention_bias": False,
@@ -137,6 +140,7 @@ def _hybrid(mapping: Mapping[str, Any]) -> dict[str, Any]:
       "rope_theta": theta,
       "rope_scaling": scaling,
       "rotary_dim": rotated if rotated < heads["head_dim"] else None,
+      "norms_from_one": True,
       "qk_norm": True,
       "output_gate": True,
   }

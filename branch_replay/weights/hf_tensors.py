@@ -3,10 +3,11 @@
 """Tensors that families store in another form than one a parameter.
 
 `layout` knows one tensor for every parameter and layer. Where a file fuses
-two, splits one, orders their rows otherwise or stores a norm's scale less 1, a
+two, splits one, orders their rows otherwise or names one as another is named, a
 `Rows` says which of the file's tensors they are made of. All of these are one
 thing: rows of some tensors, one after the other, are rows of others in another
-order. What no `Rows` names is stored as it is.
+order. What no `Rows` names is stored as it is. No number is changed, so what is
+read and written is bit-equal.
 """
 
 from collections.abc import Callable
@@ -29,16 +30,12 @@ class Rows(NamedTuple):
     own: names in `layout.HF_NAMES`, whose rows may differ in number.
     row: shape of one row in the file.
     order: row i of the files is row order[i] of its own; None for i.
-    offset: added to what the file holds.
-    factor: and then multiplied by.
   """
 
   files: tuple[str, ...]
   own: tuple[str, ...]
   row: tuple[int, ...]
   order: np.ndarray | None = None
-  offset: float = 0.0
-  factor: float = 1.0
 
 
 def tensors(
@@ -54,7 +51,7 @@ def tensors(
   for layer, kind in enumerate(pattern.layers(config)):
     of_layer = []
     if family == "gemma3_text":
-      of_layer = _gemma3(config, mapping)
+      of_layer = _gemma3()
     elif family in ("qwen3_5_text", "qwen3_next"):
       of_layer = _hybrid(config, kind, fused=family == "qwen3_next")
     elif family in ("deepseek_v2", "deepseek_v3"):
@@ -66,53 +63,32 @@ def tensors(
         )
         for rows in of_layer
     ]
-  if family in ("gemma3_text", "qwen3_5_text", "qwen3_next"):
-    found.append(_less_one("model.norm.weight"))
   return found
 
 
-def _less_one(file: str, own: str | None = None, factor: float = 1.0) -> Rows:
-  """A scale that is stored less 1."""
-  return Rows((file,), (own or file,), (), offset=1.0, factor=factor)
-
-
-def _gemma3(config, mapping) -> list[Rows]:
-  # Scores are divided by another number than the root of the head's size.
-  divisor = mapping.get("query_pre_attn_scalar", 256)
+def _gemma3() -> list[Rows]:
+  """A layer of Gemma 3, whose norms have other names."""
   return [
-      _less_one("input_layernorm.weight"),
-      _less_one(
-          "post_attention_layernorm.weight", "post_mixer_layernorm.weight"
-      ),
-      _less_one(
-          "pre_feedforward_layernorm.weight", "post_attention_layernorm.weight"
-      ),
-      _less_one("post_feedforward_layernorm.weight"),
-      _less_one(
-          "self_attn.q_norm.weight", factor=(config.head_dim / divisor) ** 0.5
-      ),
-      _less_one("self_attn.k_norm.weight"),
+      Rows((file,), (own,), ())
+      for file, own in (
+          ("post_attention_layernorm.weight", "post_mixer_layernorm.weight"),
+          (
+              "pre_feedforward_layernorm.weight",
+              "post_attention_layernorm.weight",
+          ),
+      )
   ]
 
 
 def _hybrid(config, kind, fused: bool) -> list[Rows]:
   """A layer of Qwen3.5, or of Qwen3-Next, which fuses two projections."""
-  norms = [
-      _less_one("input_layernorm.weight"),
-      _less_one("post_attention_layernorm.weight"),
-  ]
   if kind == "full":
     heads, size = config.num_heads, config.head_dim
-    return [
-        *norms,
-        _less_one("self_attn.q_norm.weight"),
-        _less_one("self_attn.k_norm.weight"),
-        Rows(
-            ("self_attn.q_proj.weight",),
-            ("self_attn.q_proj.weight", "self_attn.output_gate.weight"),
-            (config.width,), _by_head(heads, (size, size)),
-        ),
-    ]
+    return [Rows(
+        ("self_attn.q_proj.weight",),
+        ("self_attn.q_proj.weight", "self_attn.output_gate.weight"),
+        (config.width,), _by_head(heads, (size, size)),
+    )]
   delta, row = config.delta, (config.width,)
   heads, repeats = delta.key_heads, delta.value_heads // delta.key_heads
   values = repeats * delta.value_dim
@@ -121,7 +97,7 @@ def _hybrid(config, kind, fused: bool) -> list[Rows]:
       x.reshape(-1)
       for x in np.split(at, [delta.key_dim, 2 * delta.key_dim], axis=1)
   ])
-  stored = [*norms, Rows(
+  stored = [Rows(
       ("linear_attn.conv1d.weight",), ("linear_attn.conv1d.weight",),
       (1, delta.conv_width), apart,
   )]
@@ -225,9 +201,6 @@ def reader(
     if rows is None:
       return read(name)
     values = np.concatenate([read(file) for file in rows.files])
-    if rows.offset or rows.factor != 1:
-      wide = values.astype(config_lib.at_least_float32(values.dtype))
-      values = (wide + rows.offset) * rows.factor
     if rows.order is not None:
       ordered = np.empty_like(values)
       ordered[rows.order] = values
@@ -255,10 +228,7 @@ def _turned(name, rows, shape):
 def to_file(
     stored: list[Rows], named: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-  """The inverse: a file's tensors from one a parameter.
-
-  A scale that is stored less 1 is rounded to its dtype as it is stored.
-  """
+  """The inverse: a file's tensors from one a parameter."""
   found = dict(named)
   made = {}
   for rows in stored:
@@ -270,9 +240,6 @@ def to_file(
     ])
     if rows.order is not None:
       values = values[rows.order]
-    if rows.offset or rows.factor != 1:
-      wide = values.astype(config_lib.at_least_float32(values.dtype))
-      values = (wide / rows.factor - rows.offset).astype(values.dtype)
     parts = np.split(values, len(rows.files))
     made |= dict(zip(rows.files, map(np.ascontiguousarray, parts), strict=True))
   return found | made
