@@ -294,6 +294,17 @@ def test_shards(tmp_path):
     hf.load_hf(tmp_path)
 
 
+def test_a_single_file_beside_shards_is_refused(tmp_path):
+  """Either could be the stray one, so neither is read for the other."""
+  write(tmp_path)
+  single = (tmp_path / "model.safetensors").read_bytes()
+  shard(tmp_path)
+  hf.load_hf(tmp_path)
+  (tmp_path / "model.safetensors").write_bytes(single)
+  with pytest.raises(ValueError, match="two sets of weights: delete the one"):
+    hf.load_hf(tmp_path)
+
+
 def test_dtypes(tmp_path):
   write(tmp_path)
   cast = hf.load_hf(tmp_path, param_dtype="bfloat16", compute_dtype="bfloat16")

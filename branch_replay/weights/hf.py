@@ -106,7 +106,12 @@ def _read_json(directory, name) -> dict[str, Any]:
 
 
 def _open_tensors(directory, stack):
-  """Handles by name of tensor. A single file wins, as in transformers."""
+  """Handles by name of tensor, of the single file or of all shards."""
+  if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
+    raise ValueError(
+        f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
+        "delete the one that is not meant."
+    )
   if (directory / _WEIGHTS).is_file():
     files, promised = [_WEIGHTS], {}
   else:
