@@ -177,15 +177,14 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
   start, end = encoding.marks(texts, 2)
   plain = _rendered(tokenizer, messages, add_generation_prompt, date, options)
   for of_answers in (found, encoding.special_pattern(tokenizer)):
-    marked = [
-        _mapped(
-            message,
-            lambda text, one=(
-                of_answers if message.get("role") == "assistant" else found
-            ): one.sub(rf"{start}\g<0>{end}", text),
-        )
-        for message in messages
-    ]
+    marked = []
+    for message in messages:
+      of_answer = message.get("role") == "assistant"
+      spelt = of_answers if of_answer else found
+      marked.append(_mapped(
+          message,
+          lambda text, spelt=spelt: spelt.sub(rf"{start}\g<0>{end}", text),
+      ))
     rendered = _rendered(
         tokenizer, marked, add_generation_prompt, date, options
     )
@@ -255,11 +254,8 @@ def _directives(date):
   """What each directive of strftime stands for, the longer ones first."""
   if not isinstance(date, datetime.datetime):
     date = datetime.datetime.combine(date, datetime.time())
-  directives = [
-      f"%{flag}{letter}" for flag in ("-", "") for letter in string.ascii_letters
-  ]
-  return {directive: date.strftime(directive) for directive in directives} | {
-      "%%": "%"
-  }
+  letters = string.ascii_letters
+  directives = [f"%{flag}{x}" for flag in ("-", "") for x in letters]
+  return {one: date.strftime(one) for one in directives} | {"%%": "%"}
 
 

@@ -212,10 +212,19 @@ def _check_controls(tokenizer, controls, pieces, ids):
 
 def _in_twin(tokenizer, controls, pieces):
   """Encodes with a tokenizer in which control tokens are spelt otherwise."""
+  letters = {token for token in controls if len(token) == 1}
+  if found := sorted(
+      letters & {x for one in pieces if not one.control for x in one.text}
+  ):
+    raise ValueError(
+        f"The text spells {found}, control tokens of this tokenizer for which "
+        "no other tokens could stand: remove them from the text."
+    )
   (mark,) = marks([piece.text for piece in pieces], 1)
   twin = _twin(tokenizer, controls, mark)
+  names = _names(controls, mark)
   spelt = [
-      _respelt(controls[piece.text], mark) if piece.control else piece.text
+      names.get(piece.text, piece.text) if piece.control else piece.text
       for piece in pieces
   ]
   encoding = twin.encode("".join(spelt), add_special_tokens=False)
@@ -234,8 +243,12 @@ def _in_twin(tokenizer, controls, pieces):
   return encoding, ends
 
 
-def _respelt(id_, mark):
-  return f"{mark}{id_}{mark}"
+def _names(controls, mark):
+  """How control tokens are spelt in the twin; single letters as they are."""
+  return {
+      token: f"{mark}{id_}{mark}" for token, id_ in controls.items()
+      if len(token) > 1
+  }
 
 
 def _twin(tokenizer, controls, mark) -> tokenizers.Tokenizer:
@@ -252,7 +265,7 @@ def _make_twin(tokenizer, controls, mark):
   import tokenizers
 
   backend = tokenizer.backend_tokenizer
-  names = {token: _respelt(id_, mark) for token, id_ in controls.items()}
+  names = _names(controls, mark)
   content = json.loads(backend.to_str())
   for added in content["added_tokens"]:
     if added["content"] in names:

@@ -74,8 +74,9 @@ def load_hf(
   Raises:
     ValueError: a file is missing or damaged; the configuration asks for what
       `Decoder` does not compute; tensors are missing, unexpected, misshapen or
-      not floats, or there are two sets of them; or a tied model's file holds a head of its own that differs
-      from the embedding.
+      not floats, or there are two sets of them; a tied model's file holds a
+      head of its own that differs from the embedding; or the tokenizer cannot
+      be loaded.
   """
   directory = pathlib.Path(directory)
   mapping = _read_json(directory, "config.json")

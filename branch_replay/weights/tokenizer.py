@@ -8,10 +8,13 @@ only where there is text. No hub is asked for anything.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import pathlib
+import shutil
+import tempfile
 from typing import TYPE_CHECKING
 import warnings
 
@@ -26,7 +29,10 @@ _BESIDE = (
     _CONFIG, "chat_template.jinja", "chat_template.json", "added_tokens.json",
     "special_tokens_map.json",
 )
-# Settings of truncation and padding that a file may hold from its making.
+_TEMPLATES = "additional_chat_templates"
+# Of tokenizer.json.
+_SETTINGS = ("truncation", "padding")
+# What tokenizer_config.json may hold of them.
 _LENGTHS = (
     "max_length", "stride", "truncation_strategy", "pad_to_multiple_of",
 )
@@ -41,7 +47,9 @@ def library():
   return transformers
 
 
-def load(directory: pathlib.Path) -> transformers.PreTrainedTokenizerFast | None:
+def load(
+    directory: pathlib.Path,
+) -> transformers.PreTrainedTokenizerFast | None:
   """The tokenizer of a directory, as transformers has it.
 
   Truncation and padding that the files were saved with are switched off: they
@@ -61,41 +69,63 @@ def load(directory: pathlib.Path) -> transformers.PreTrainedTokenizerFast | None
   """
   if not (directory / FILE).is_file():
     return None
-  said = {}
+  content, said = _json(directory / FILE), {}
   if (directory / _CONFIG).is_file():
     said = _json(directory / _CONFIG)
-  kind = library().PreTrainedTokenizerFast
-  if said.get("tokenizer_class"):
-    # Some classes make anew what tokenizer.json holds. Without the name of one
-    # the class would be guessed from the model, and tokenizer.json not used.
-    kind = library().AutoTokenizer
-  options = dict(local_files_only=True, trust_remote_code=False)
-  try:
-    tokenizer = kind.from_pretrained(str(directory), **options)
-    if _splits_otherwise(tokenizer, directory / FILE):
-      warnings.warn(
-          f"The class {type(tokenizer).__name__} of transformers splits text "
-          f"otherwise than {directory / FILE}, which is followed.",
-          stacklevel=3,
-      )
-      tokenizer = library().PreTrainedTokenizerFast.from_pretrained(
-          str(directory), **options
-      )
-  except Exception as error:  # The library raises a bare Exception, too.
-    raise ValueError(
-        f"{directory / FILE} is not a tokenizer that transformers can load: "
-        f"{error}"
-    ) from error
+  with contextlib.ExitStack() as stack:
+    source = directory
+    if any(content.get(setting) for setting in _SETTINGS):
+      source = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+      _copy_without(_SETTINGS, content, directory, source)
+    try:
+      tokenizer = _loaded(source, content, said)
+    except Exception as error:  # The library raises a bare Exception, too.
+      raise ValueError(
+          f"{directory / FILE} is not a tokenizer that transformers can load: "
+          f"{error}"
+      ) from error
   if not isinstance(tokenizer, library().PreTrainedTokenizerFast):
     raise ValueError(
         f"{directory} names a tokenizer of class {type(tokenizer).__name__}, "
         f"which does not use {FILE}: only those that do are supported."
     )
+  tokenizer.name_or_path = str(directory)
   _without_lengths(tokenizer, said)
   return tokenizer
 
 
-def _splits_otherwise(tokenizer, path) -> bool:
+def _copy_without(settings, content, directory, target):
+  """Copies the files that make a tokenizer, some settings left out."""
+  for name in (*_BESIDE, "config.json"):
+    if (directory / name).is_file():
+      shutil.copy(directory / name, target / name)
+  if (directory / _TEMPLATES).is_dir():
+    shutil.copytree(directory / _TEMPLATES, target / _TEMPLATES)
+  (target / FILE).write_text(
+      json.dumps(content | dict.fromkeys(settings)), encoding="utf-8"
+  )
+
+
+def _loaded(directory, content, said):
+  options = dict(local_files_only=True, trust_remote_code=False)
+  plain = library().PreTrainedTokenizerFast
+  if not said.get("tokenizer_class"):
+    # transformers would guess a class from the model, and some classes make
+    # anew what tokenizer.json holds.
+    return plain.from_pretrained(str(directory), **options)
+  tokenizer = library().AutoTokenizer.from_pretrained(str(directory), **options)
+  if not isinstance(tokenizer, plain) or not _splits_otherwise(
+      tokenizer, content
+  ):
+    return tokenizer
+  warnings.warn(
+      f"The class {type(tokenizer).__name__} of transformers splits text "
+      f"otherwise than {FILE}, which is followed.", stacklevel=4,
+  )
+  return plain.from_pretrained(str(directory), **options)
+
+
+def _splits_otherwise(tokenizer, of_file) -> bool:
   """Whether a byte-level file divides text in another way than a tokenizer."""
 
   def plain(value):
@@ -104,7 +134,6 @@ def _splits_otherwise(tokenizer, path) -> bool:
       return {k: plain(v) for k, v in value.items() if k != "trim_offsets"}
     return list(map(plain, value)) if isinstance(value, list) else value
 
-  of_file = _json(path)
   if '"ByteLevel"' not in json.dumps(of_file.get("pre_tokenizer")):
     return False  # sentencepiece's spaces are a matter of the configuration
   made = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -247,7 +276,11 @@ def save(
 
 def stale(directory: pathlib.Path, written: set[str]) -> list[pathlib.Path]:
   """Files of an earlier tokenizer that would be read with the one written."""
+  names = [*_BESIDE, *(
+      str(path.relative_to(directory))
+      for path in (directory / _TEMPLATES).glob("*")
+  )]
   return [
-      directory / name for name in _BESIDE
+      directory / name for name in names
       if name not in written and (directory / name).is_file()
   ]
