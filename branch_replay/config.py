@@ -4,24 +4,53 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax.numpy as jnp
+
+
+def is_number(value) -> bool:
+  """Whether a value is a finite real number, and not True or False."""
+  return (
+      isinstance(value, numbers.Real)
+      and not isinstance(value, bool)
+      and math.isfinite(value)
+  )
+
+
+def _check_scaling(scaling, *positive: str):
+  """Raises ValueError for a field of a RoPE scaling that is not above 0."""
+  for field in positive:
+    value = getattr(scaling, field)
+    if not is_number(value) or value <= 0:
+      raise ValueError(
+          f"{type(scaling).__name__}.{field} must be a finite number above 0, "
+          f"not {value!r}."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
   """RoPE position interpolation: every frequency divided by `factor`.
 
+  Raises ValueError unless the factor is a finite number above 0.
+
   Source: Chen et al. 2023, https://arxiv.org/abs/2306.15595.
   """
 
   factor: float
 
+  def __post_init__(self):
+    _check_scaling(self, "factor")
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
   """RoPE scaling of Llama 3.1: long wavelengths slowed, short ones kept.
+
+  Raises ValueError unless all fields are finite numbers above 0 and
+  `low_freq_factor` is below `high_freq_factor`.
 
   Source: Llama 3 model card and reference code,
   https://arxiv.org/abs/2407.21783.
@@ -32,6 +61,17 @@ class Llama3Scaling:
   high_freq_factor: float
   original_max_positions: int
 
+  def __post_init__(self):
+    _check_scaling(
+        self, "factor", "low_freq_factor", "high_freq_factor",
+        "original_max_positions",
+    )
+    if self.low_freq_factor >= self.high_freq_factor:
+      raise ValueError(
+          f"Llama3Scaling.low_freq_factor={self.low_freq_factor} must be below "
+          f"high_freq_factor={self.high_freq_factor}."
+      )
+
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
@@ -40,6 +80,10 @@ class YarnScaling:
   `attention_factor` None means the paper's 0.1·ln(factor) + 1; with `mscale`
   and `mscale_all_dim` (DeepSeek) it is the ratio of the two, and latent layers
   multiply their scores by (0.1·mscale_all_dim·ln(factor) + 1)².
+
+  Raises ValueError for fields that are not finite numbers above 0 (an `mscale`
+  may be 0, which is as good as None), `beta_fast` below `beta_slow`, or a
+  `truncate` that is not a bool.
 
   Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
   """
@@ -52,6 +96,26 @@ class YarnScaling:
   mscale: float | None = None
   mscale_all_dim: float | None = None
   truncate: bool = True
+
+  def __post_init__(self):
+    _check_scaling(
+        self, "factor", "original_max_positions", "beta_fast", "beta_slow"
+    )
+    if self.attention_factor is not None:
+      _check_scaling(self, "attention_factor")
+    for field in ("mscale", "mscale_all_dim"):
+      value = getattr(self, field)
+      if value is not None and not (is_number(value) and value == 0):
+        _check_scaling(self, field)
+    if self.beta_fast < self.beta_slow:
+      raise ValueError(
+          f"YarnScaling.beta_fast={self.beta_fast} must not be below "
+          f"beta_slow={self.beta_slow}."
+      )
+    if not isinstance(self.truncate, bool):
+      raise ValueError(
+          f"YarnScaling.truncate must be True or False, not {self.truncate!r}."
+      )
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

@@ -38,6 +38,7 @@ from branch_replay.rollout.drafters import vocabulary
 from branch_replay.training.drafting import buffer as buffer_lib
 from branch_replay.training.drafting import lessons as lessons_lib
 from branch_replay.training.drafting import trainer as trainer_lib
+from branch_replay.weights import chat
 from branch_replay.weights import pretrained as pretrained_lib
 from experiments import cli
 from experiments import compare_backward
@@ -74,7 +75,7 @@ def rest_of(
   """Ids of the document after so many parts of `prompt_of`."""
   text = prompts.document(config.document)[parts * 10 * config.prompt_tokens :]
   if pretrained.tokenizer is not None:
-    return pretrained.tokenizer.encode(text, add_special_tokens=False).ids
+    return chat.encode_text(pretrained, text).ids
   return [byte % pretrained.config.vocab_size for byte in text.encode()]
 
 

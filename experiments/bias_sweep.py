@@ -112,7 +112,8 @@ def group_of(pretrained: pretrained_lib.Pretrained, case: Case, texts):
     ])
   elif case.advantages == "fact":
     rewards_G = np.array([
-        float(code in pretrained.tokenizer.decode(tail)) for tail in tails
+        float(code in pretrained.tokenizer.decode(np.asarray(tail).tolist()))
+        for tail in tails
     ])
   spread = rewards_G.std()
   advantages_G = (rewards_G - rewards_G.mean()) / (spread or 1.0)

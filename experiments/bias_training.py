@@ -29,6 +29,7 @@ import tqdm
 
 import branch_replay as br
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import tokenizer as tokenizer_lib
 from experiments import bias_report
 from experiments import bias_sweep
 from experiments import cli
@@ -50,7 +51,7 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
       add_prefix_space=False
   )
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  return tokenizer
+  return tokenizer_lib.wrapped(tokenizer)
 
 
 def split(texts: list[str], held_out: float) -> tuple[list[str], list[str]]:
@@ -64,7 +65,7 @@ def split(texts: list[str], held_out: float) -> tuple[list[str], list[str]]:
 
 def ids_of(tokenizer, texts: list[str]) -> np.ndarray:
   """All texts as one stream of ids, [S]."""
-  return np.concatenate([tokenizer.encode(text).ids for text in texts])
+  return np.concatenate([tokenizer.encode(text) for text in texts])
 
 
 def windows(stream_S, starts_G, tokens: int) -> jax.Array:

@@ -138,7 +138,10 @@ def reward(tokenizer, tail, text: str) -> float:
   """Share of an answer's words that occur in the document."""
   if tokenizer is None:
     return float(np.mean(np.asarray(tail) % 7))
-  words = tokenizer.decode(tail).lower().split()
+  said = tokenizer.decode(
+      np.asarray(tail).tolist(), skip_special_tokens=True
+  )
+  words = said.lower().split()
   known = set(text.lower().split())
   return sum(word in known for word in words) / max(len(words), 1)
 

@@ -3,11 +3,11 @@
 """Real text that is on every machine, as prompts of an exact length."""
 
 from branch_replay.tasks import documents
-from branch_replay.weights import chat
+from branch_replay.tasks import retrieval
+from branch_replay.tasks import text as text_lib
 from branch_replay.weights import pretrained as pretrained_lib
 
 _QUESTION = "In two sentences: what is this text about, and whom is it for?"
-_MARK = "<<the document goes here>>"
 
 
 def document(path: str) -> str:
@@ -30,8 +30,11 @@ def about_document(
 ) -> list[int]:
   """A prompt of exactly `tokens` ids: a document and a question on it.
 
+  The whole prompt is encoded at once, so the document's end is searched for at
+  which it has the length.
+
   Args:
-    pretrained: model with tokenizer and chat template.
+    pretrained: model with a tokenizer.
     text: the document, of which as much is used as fits.
     tokens: length of the whole prompt.
     question: asked after the document.
@@ -42,32 +45,37 @@ def about_document(
     Ids.
 
   Raises:
-    ValueError: the document is too short, or the prompt too short for the
-      question.
+    ValueError: the document is too short, the prompt too short for the
+      question, or no end of the document gives exactly this length.
   """
-  def encode(part):
-    return pretrained.tokenizer.encode(part, add_special_tokens=False).ids
+  def prompt(size):
+    document, cut = text[:size], int(depth * size)
+    if needle:
+      document = f"{text[:cut]}\n\n{needle}\n\n{text[cut:size]}"
+    return text_lib.prompt_of(pretrained, question, document).ids
 
-  content = f"{_MARK}\n\n{question}"
-  if pretrained.chat_template is not None:  # else a base model: plain text
-    content = chat.render_chat(
-        pretrained, [{"role": "user", "content": content}]
-    )
-  before, after = (encode(part) for part in content.split(_MARK))
-  hidden = encode(f"\n\n{needle}\n\n") if needle else []
-  room = tokens - len(before) - len(after) - len(hidden)
+  least = len(prompt(0))
+  room = tokens - least
   if room < 1:
     raise ValueError(
         f"prompt_tokens={tokens} leaves no room for a document: the question "
-        f"and the chat template alone take {len(before) + len(after)}."
+        f"and the chat template alone take {least}."
     )
   # Four characters a token are more than this kind of text needs; ten suffice
   # for any.
-  body = encode(text[: 10 * room])[:room]
-  if len(body) < room:
+  most = min(len(text), 10 * room)
+  size = retrieval.fitting(
+      lambda size: len(prompt(size)), tokens, most=most, guess=4 * room
+  )
+  if size is None:
+    found = len(prompt(most))
+    if found < tokens:
+      raise ValueError(
+          f"The document has {found - least} tokens; prompt_tokens={tokens} "
+          f"needs {room}. Name a longer one with --config.document=FILE."
+      )
     raise ValueError(
-        f"The document has {len(body)} tokens; prompt_tokens={tokens} needs "
-        f"{room}. Name a longer one with --config.document=FILE."
+        f"No part of the document gives exactly prompt_tokens={tokens}: ask "
+        "for one more or less."
     )
-  cut = int(depth * room)
-  return before + body[:cut] + hidden + body[cut:] + after
+  return prompt(size)

@@ -376,7 +376,6 @@ def export(problem: Problem, params, directory: pathlib.Path) -> None:
   br.save_hf(
       directory, config, params, tokenizer=source.tokenizer,
       stop_ids=source.stop_ids, bos_id=source.bos_id,
-      chat_template=source.chat_template,
   )
 
 

@@ -152,10 +152,10 @@ def test_a_dead_group_is_not_added(monkeypatch):
 def test_byte_tokenizer_goes_there_and_back():
   tokenizer = bias_training.byte_tokenizer()
   text = "for x in (1, 2):\n\tprint('naïve – ok')  # €\n"
-  ids = tokenizer.encode(text).ids
+  ids = tokenizer.encode(text)
   assert len(ids) == len(text.encode())
   assert tokenizer.decode(ids) == text
-  assert tokenizer.get_vocab_size() == 256 > max(ids)
+  assert len(tokenizer) == 256 > max(ids)
 
 
 def test_split_holds_the_end_of_every_text_out():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks: the same order and rows everywhere, and rewards that cannot lie."""
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -215,23 +216,43 @@ def test_special_tokens_and_unknown_ids_break_a_number():
   text = chat()
   first, second = text.encode("48"), text.encode("21")
   assert text.decode(first + second) == "4821"
-  (start,) = text.encode("<|start|>")
+  start = text.pretrained.tokenizer.convert_tokens_to_ids("<|start|>")
   assert text.decode([*first, start, *second]) == "48<|start|>21"
   assert "4821" not in text.decode([*first, 299, *second])
 
 
 def test_a_chat_is_framed_by_the_template():
   text = chat()
-  before, after = text.around("Why?")
-  assert text.decode(before) == "<|start|>user\n"
-  assert text.decode(after) == "\n\nWhy?<|end|>\n<|start|>assistant\n"
-  assert text.decode(text.alone("Why?")) == (
+  assert text.decode(text.prompt("Why?", "Because.").ids) == (
+      "<|start|>user\nBecause.\n\nWhy?<|end|>\n<|start|>assistant\n"
+  )
+  prompt = text.prompt("Why?")
+  assert text.decode(prompt.ids) == (
       "<|start|>user\nWhy?<|end|>\n<|start|>assistant\n"
   )
-  plain = dataclasses.replace(text.pretrained, chat_template=None)
-  assert text.decode(tasks.Chat(plain).alone("Why?")) == "Why?"
+  assert text.decode(text.answer(prompt, "12")) == "12<|end|>"
+  plain = without_template(text.pretrained)
+  assert text.decode(tasks.Chat(plain).prompt("Why?").ids) == "Why?"
   with pytest.raises(ValueError, match="no tokenizer or no stop ids"):
     tasks.Chat(dataclasses.replace(plain, stop_ids=()))
+
+
+def without_template(pretrained, template=None):
+  tokenizer = copy.deepcopy(pretrained.tokenizer)
+  tokenizer.chat_template = template
+  return dataclasses.replace(pretrained, tokenizer=tokenizer)
+
+
+def test_places_of_a_document_are_found_among_the_ids():
+  document = "the cat  in\nthe\u00e9 hat"
+  for text in (chat(), tasks.Chat(without_template(chat().pretrained))):
+    prompt = text.prompt("Why?", document)
+    for at in range(len(document)):
+      before = text.decode(prompt.ids[: prompt.position(at)])
+      after = text.decode(prompt.ids[: prompt.position(at) + 1])
+      whole = text.decode(prompt.ids)
+      start = whole.index(document)
+      assert len(before.rstrip("\ufffd")) <= start + at < len(after)
 
 
 # On disk.
@@ -312,7 +333,7 @@ def test_a_digest_is_the_same_on_every_machine():
   """May change only with the meaning of a recipe, or rows are made anew."""
   digest = builder.digest(tasks.recipe("arithmetic"), CHARACTERS)
   assert digest == "c505c747f94aff74"
-  other = dataclasses.replace(chat().pretrained, chat_template=TEMPLATE + " ")
+  other = without_template(chat().pretrained, TEMPLATE + " ")
   recipe = tasks.recipe("arithmetic")
   assert builder.digest(recipe, chat()) != builder.digest(
       recipe, tasks.Chat(other)

@@ -11,6 +11,7 @@ import branch_replay as br
 from branch_replay import tasks
 from branch_replay.tasks import splits
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import tokenizer as tokenizer_lib
 
 SMALL = dict(train=12, validation=4, test=4)
 CHARACTERS = tasks.Characters()
@@ -40,9 +41,9 @@ def chat() -> tasks.Chat:
   )
   return tasks.Chat(
       pretrained_lib.Pretrained(
-          br.Decoder(config), {}, tokenizer,
-          (tokenizer.token_to_id("<|end|>"), tokenizer.token_to_id("<|stop|>")),
-          chat_template=TEMPLATE,
+          br.Decoder(config), {},
+          tokenizer_lib.wrapped(tokenizer, chat_template=TEMPLATE),
+          (tokenizer.token_to_id("<|stop|>"),),
       )
   )
 

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import numpy as safetensors_numpy
-import tokenizers
 
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
-from branch_replay.weights import chat
 from branch_replay.weights import hf
 from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
@@ -294,6 +292,17 @@ def test_shards(tmp_path):
     hf.load_hf(tmp_path)
 
 
+def test_a_single_file_beside_shards_is_refused(tmp_path):
+  """Either could be the stray one, so neither is read for the other."""
+  write(tmp_path)
+  single = (tmp_path / "model.safetensors").read_bytes()
+  shard(tmp_path)
+  hf.load_hf(tmp_path)
+  (tmp_path / "model.safetensors").write_bytes(single)
+  with pytest.raises(ValueError, match="two sets of weights: delete the one"):
+    hf.load_hf(tmp_path)
+
+
 def test_dtypes(tmp_path):
   write(tmp_path)
   cast = hf.load_hf(tmp_path, param_dtype="bfloat16", compute_dtype="bfloat16")
@@ -349,49 +358,6 @@ def test_a_tree_of_another_config_is_refused(tmp_path):
   assert not (tmp_path / "a").exists()
 
 
-def small_tokenizer(words=20):
-  vocabulary = {f"w{i}": i for i in range(words)}
-  return tokenizers.Tokenizer(
-      tokenizers.models.WordLevel(vocabulary, unk_token="w0")
-  )
-
-
-def test_text_side_round_trip(tmp_path):
-  text = dict(
-      tokenizer=small_tokenizer(), stop_ids=(2, 5), bos_id=1,
-      chat_template="{{ bos_token }}{{ messages[0]['content'] }}",
-  )
-  hf.save_hf(tmp_path, CONFIG, random_params(CONFIG), **text)
-  loaded = hf.load_hf(tmp_path)
-  assert loaded.tokenizer.to_str() == text["tokenizer"].to_str()
-  assert (loaded.stop_ids, loaded.bos_id) == ((2, 5), 1)
-  assert loaded.chat_template == text["chat_template"]
-  assert chat.render_chat(loaded, [{"role": "user", "content": "x"}]) == "w1x"
-  hf.save_hf(tmp_path, CONFIG, random_params(CONFIG), stop_ids=(3,))
-  again = hf.load_hf(tmp_path)
-  assert again.stop_ids == (3,) and again.tokenizer is not None
-
-
-def test_published_text_files(tmp_path):
-  write(tmp_path, options={"eos_token_id": 7, "bos_token_id": 6})
-  bare = hf.load_hf(tmp_path)
-  assert (bare.stop_ids, bare.bos_id, bare.tokenizer) == ((7,), 6, None)
-  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-      "chat_template": [
-          {"name": "tool_use", "template": "a"},
-          {"name": "default", "template": "b"},
-      ]
-  }))
-  loaded = hf.load_hf(tmp_path)
-  assert (loaded.stop_ids, loaded.chat_template) == ((8, 7), "b")
-  (tmp_path / "chat_template.jinja").write_text("c")
-  assert hf.load_hf(tmp_path).chat_template == "c"
-  (tmp_path / "tokenizer.json").write_text("{}")
-  with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
-    hf.load_hf(tmp_path)
-
-
 def test_ids_past_the_embedding_are_refused(tmp_path):
   params = random_params(CONFIG)
   with pytest.raises(ValueError, match="stop id 24 is outside.*24 rows"):
@@ -399,20 +365,16 @@ def test_ids_past_the_embedding_are_refused(tmp_path):
   model = decoder.Decoder(CONFIG)
   with pytest.raises(ValueError, match="bos id -1"):
     pretrained_lib.Pretrained(model, params, bos_id=-1)
-  with pytest.raises(ValueError, match="token 'w29' with id 29"):
-    pretrained_lib.Pretrained(model, params, tokenizer=small_tokenizer(30))
 
 
-def test_chat_template_errors():
-  pretrained = pretrained_lib.Pretrained(
-      decoder.Decoder(CONFIG), {},
-      chat_template="{{ raise_exception('roles must alternate') }}",
-  )
-  with pytest.raises(ValueError, match="roles must alternate"):
-    chat.render_chat(pretrained, [{"role": "user", "content": "x"}])
-  bare = dataclasses.replace(pretrained, chat_template=None)
-  with pytest.raises(ValueError, match="no chat template"):
-    chat.render_chat(bare, [])
+def test_ids_of_the_files_without_a_tokenizer(tmp_path):
+  write(tmp_path, options={"eos_token_id": 7, "bos_token_id": 6})
+  bare = hf.load_hf(tmp_path)
+  assert (bare.stop_ids, bare.bos_id, bare.tokenizer) == ((7,), 6, None)
+  assert (bare.end_of_turn, bare.chat_template) == (7, None)
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [8, 7]}')
+  loaded = hf.load_hf(tmp_path)
+  assert (loaded.stop_ids, loaded.bos_id) == ((8, 7), 6)
 
 
 def test_names_cover_every_parameter():

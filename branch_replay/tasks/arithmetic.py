@@ -84,16 +84,12 @@ class Arithmetic(builder.Recipe):
       asked = f"{a}{sign}{b}="
       if isinstance(text, text_lib.Chat):
         asked = _QUESTION + asked
-      before, after = text.around(asked)
+      prompt = text.prompt(asked, worked)
       answer = solve(a, sign, b)
       yield task_lib.Example(
           id=row_id,
-          prompt_ids=np.asarray(
-              [*before, *text.encode(worked), *after], np.int32
-          ),
-          answer_ids=np.asarray(
-              [*text.encode(answer), text.stop_ids[0]], np.int32
-          ),
+          prompt_ids=np.asarray(prompt.ids, np.int32),
+          answer_ids=np.asarray(text.answer(prompt, answer), np.int32),
           answer=answer,
           details={
               "problem": [a, sign, b],

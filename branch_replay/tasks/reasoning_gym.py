@@ -118,12 +118,11 @@ class ReasoningGym(builder.Recipe):
           f"reasoning-gym's {self.dataset!r} gives its scorer what JSON cannot "
           f"hold: {error}. Choose another data set."
       ) from error
+    prompt = text.prompt(entry["question"].strip())
     return task_lib.Example(
         id=row_id,
-        prompt_ids=np.asarray(text.alone(entry["question"].strip()), np.int32),
-        answer_ids=np.asarray(
-            [*text.encode(answer), text.stop_ids[0]], np.int32
-        ),
+        prompt_ids=np.asarray(prompt.ids, np.int32),
+        answer_ids=np.asarray(text.answer(prompt, answer), np.int32),
         answer=answer,
         details=details,
     )

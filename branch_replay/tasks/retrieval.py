@@ -7,6 +7,7 @@ is in another; so are the paragraphs of the document. Names are shared: they
 are the vocabulary of the task, and a model may learn them.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import dataclasses
 import hashlib
@@ -37,8 +38,9 @@ _WORDS = (
 _POOLS = {"words": _WORDS, "letters": list(string.ascii_uppercase)}
 _MOST_CODES = 10**6
 _TRIES = 30
-
-
+# Of the search for a passage of the right length: estimates, and neighbours.
+_STEPS = 8
+_NEIGHBOURS = 40
 
 
 class RetrievalRows(builder.Rows, skip_registration=True):
@@ -186,50 +188,42 @@ class Retrieval(builder.Recipe):
     codes = random.sample(codes, facts)
     end = self.fact.partition("{code}")[2]
     hidden = [
-        text.encode(f"\n{self._lead(name)}{code}{end}\n")
+        f"\n{self._lead(name)}{code}{end}\n"
         for name, code in zip(names, codes, strict=True)
     ]
     asked = self._lead(names[0])
     if isinstance(text, text_lib.Chat):
       asked = self.question.replace("{name}", names[0])
-    before, after = text.around(asked)
-    taken = len(before) + len(after) + sum(map(len, hidden))
-    room = self.prompt_tokens - taken
-    if room < 1:
-      raise ValueError(
-          f"prompt_tokens={self.prompt_tokens} leave no room for a document: "
-          f"the question and {facts} facts take {taken}."
-      )
     leads = [self._lead(name) for name in names]
-    start, passage, body = self._passage(text, random, haystack, room, leads)
-    depths = [random.uniform(self.min_depth, self.max_depth)]
-    depths += [random.random() for _ in range(self.distractors)]
-    cuts = [word_start(text, body, round(depth * room)) for depth in depths]
-    ids, at, position = list(before), 0, 0
-    for fact in sorted(range(facts), key=lambda fact: cuts[fact]):
-      ids += body[at : cuts[fact]]
-      at = cuts[fact]
-      position = len(ids) if fact == 0 else position
-      ids += hidden[fact]
-    ids += body[at:] + after
+    found = self._filled(text, random, haystack, asked, hidden, leads)
+    prompt, start, passage, cut, position = found
     return task_lib.Example(
         id=row_id,
-        prompt_ids=np.asarray(ids, np.int32),
-        answer_ids=np.asarray(
-            [*text.encode(codes[0]), text.stop_ids[0]], np.int32
-        ),
+        prompt_ids=np.asarray(prompt.ids, np.int32),
+        answer_ids=np.asarray(text.answer(prompt, codes[0]), np.int32),
         answer=codes[0],
         details={
             "facts": dict(zip(names, codes, strict=True)),
             "name": names[0],
-            "depth": cuts[0] / room,
+            "depth": cut / len(passage),
             "position": position,
             "passage": [start, start + len(passage)],
         },
     )
 
-  def _passage(self, text, random, haystack, room, leads):
-    """Its place in the haystack, its text, and exactly `room` ids of it."""
+  def _filled(self, text, random, haystack, asked, hidden, leads):
+    """The prompt, the start and text of its passage, and the fact's place.
+
+    The place is the fact's first character in the passage, and the index of the
+    id in the prompt that holds the line end before it.
+    """
+    taken = len(text.prompt(asked, "".join(hidden)).ids)
+    room = self.prompt_tokens - taken
+    if room < 1:
+      raise ValueError(
+          f"prompt_tokens={self.prompt_tokens} leave no room for a document: "
+          f"the question and {len(hidden)} facts take {taken}."
+      )
     most = room * text.longest
     # A token is a character at least.
     starts = max(0, len(haystack) - room)
@@ -240,16 +234,101 @@ class Retrieval(builder.Recipe):
       else:
         start = haystack.find("\n", random.randrange(starts)) + 1
         found = haystack[start : start + most]
-      body = text.encode(found)[:room]
-      passage = text.decode(body)
-      if len(body) == room and not any(lead in passage for lead in leads):
-        return start, passage, body
+      # Drawn here for every try, but from where a try that fails draws on.
+      ahead = _copy(random)
+      depths = [ahead.uniform(self.min_depth, self.max_depth)]
+      depths += [ahead.random() for _ in hidden[1:]]
+
+      def made(size, found=found, depths=depths):
+        return text.prompt(asked, _document(found[:size], hidden, depths)[0])
+
+      size = fitting(
+          lambda size: len(made(size).ids), self.prompt_tokens,
+          most=len(found), guess=room * (1 if text.longest == 1 else 4),
+      )
+      if size is None or any(lead in found[:size] for lead in leads):
+        continue
+      passage = found[:size]
+      _, cut, at = _document(passage, hidden, depths)
+      prompt = made(size)
+      return prompt, start, passage, cut, prompt.position(at)
     raise ValueError(
         f"No passage of {room} tokens in {len(haystack)} characters of text "
         f"without a fact of the form {self.fact!r}: shorten prompt_tokens="
         f"{self.prompt_tokens}, name a longer document, or word the fact "
         "otherwise."
     )
+
+
+def _copy(random):
+  other = type(random)()
+  other.setstate(random.getstate())
+  return other
+
+
+def _document(passage, hidden, depths):
+  """The passage with facts at their depths, and where the first fact is.
+
+  Returns:
+    The text; the place of the first fact in the passage; and in the text.
+  """
+  cuts = [word_start(passage, round(depth * len(passage))) for depth in depths]
+  parts, at, place, length = [], 0, 0, 0
+  for fact in sorted(range(len(hidden)), key=lambda fact: cuts[fact]):
+    length += cuts[fact] - at
+    place = length if fact == 0 else place
+    length += len(hidden[fact])
+    parts += [passage[at : cuts[fact]], hidden[fact]]
+    at = cuts[fact]
+  return "".join([*parts, passage[at:]]), cuts[0], place
+
+
+def fitting(
+    count: Callable[[int], int], wanted: int, *, most: int, guess: int
+) -> int | None:
+  """A size of text for which a prompt has exactly as many ids as wanted.
+
+  More text gives more ids, but for a few where tokens join; so the size is
+  first brought near, and then its neighbours are tried.
+
+  Args:
+    count: ids by number of characters.
+    wanted: ids.
+    most: characters there are.
+    guess: characters to begin with.
+
+  Returns:
+    The size, at least 1; None if there is none near.
+  """
+  known = {}
+
+  def off(size):
+    if size not in known:
+      known[size] = count(size) - wanted
+    return known[size]
+
+  low, high = 0, most + 1  # too few ids below, too many above
+  size = max(1, min(guess, most))
+  while high - low > 1:
+    found = off(size)
+    if not found:
+      return size
+    if found < 0:
+      low = size
+    else:
+      high = size
+    step = low + (high - low) // 2
+    if len(known) < _STEPS:
+      # A token is about four characters, one in some texts.
+      step = size - found * (4 if found < 0 else 3)
+    size = min(max(step, low + 1), high - 1)
+  if low == most:
+    return None
+  for distance in range(1, _NEIGHBOURS):
+    for near in (low - distance, low + distance):
+      if 1 <= near <= most and not off(near):
+        return near
+  return None
 
 
 def numbers_in(text: str, digits: int) -> set[str]:
@@ -263,11 +342,10 @@ def numbers_in(text: str, digits: int) -> set[str]:
   )
 
 
-def word_start(text: text_lib.Text, ids: list[int], at: int) -> int:
+def word_start(passage: str, at: int) -> int:
   """The last position up to `at` where a word begins, 0 at worst."""
-  while 0 < at < len(ids) and not (
-      text.decode(ids[at : at + 1])[:1].isspace()
-      or text.decode(ids[at - 1 : at])[-1:].isspace()
+  while 0 < at < len(passage) and not (
+      passage[at].isspace() or passage[at - 1].isspace()
   ):
     at -= 1
   return at

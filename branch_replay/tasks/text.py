@@ -2,21 +2,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ways to write a task's text as ids.
 
-Both offer the same: `name`, `vocab_size`, `stop_ids`, `encode`, `decode`,
-`around` and `alone` (a prompt with and without a document), `fingerprint`, and
-`longest`, the most characters of ordinary text that a token stands for.
+Both offer the same: `name`, `vocab_size`, `stop_ids`, `prompt` (a question, and
+a document before it), `answer` (to a prompt), `encode` and `decode` (of a text
+alone), `fingerprint`, and `longest`, the most characters of ordinary text that
+a token stands for.
 """
 
+import bisect
 import dataclasses
+import datetime
 import hashlib
 import json
+from typing import Any
 from typing import ClassVar
 
 from branch_replay.weights import chat
+from branch_replay.weights import encoding
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import tokenizer as tokenizer_lib
 
-_MARK = "<<the document goes here>>"
 _CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """A question, and a document before it, as ids.
+
+  Attributes:
+    ids: of the whole prompt.
+    ends: for every id, the character of the document behind it; 0 or less
+      before the document, and more than its length behind it.
+    source: what `answer` goes on from.
+  """
+
+  ids: list[int]
+  ends: list[int]
+  source: Any = None
+
+  def position(self, character: int) -> int:
+    """Index of the id that holds this character of the document."""
+    return bisect.bisect_right(self.ends, character)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +80,18 @@ class Characters:
         _CHARACTERS[id_ - 4] if id_ >= 4 else "\ufffd" for id_ in ids
     )
 
-  def around(self, question: str) -> tuple[list[int], list[int]]:
-    """What stands before a document, and after it."""
-    return [self.bos_id], [self.ask_id, *self.encode(question)]
+  def prompt(self, question: str, document: str = "") -> Prompt:
+    """A question, after a document if there is one."""
+    ids = [
+        self.bos_id, *self.encode(document), self.ask_id,
+        *self.encode(question),
+    ]
+    return Prompt(ids, list(range(len(ids))))
 
-  def alone(self, question: str) -> list[int]:
-    """A prompt without a document."""
-    before, after = self.around(question)
-    return before + after
+  def answer(self, prompt: Prompt, answer: str) -> list[int]:
+    """Ids of an answer to a prompt, with its end."""
+    del prompt  # characters are written in the same way everywhere
+    return [*self.encode(answer), self.stop_ids[0]]
 
   def fingerprint(self) -> str:
     """Differs when the ids of a text would."""
@@ -73,11 +102,15 @@ class Characters:
 class Chat:
   """A pretrained model's tokenizer and chat template.
 
-  A model without a template is asked in plain text.
+  A prompt is encoded as a whole, so that its parts are joined as the model
+  knows them. Control tokens that a document, a question or an answer spells
+  stay text. A model without a template is asked in plain text, which begins
+  with the first token of its tokenizer where that has one.
 
   Attributes:
-    pretrained: with a tokenizer and stop ids. Its first stop id ends the
-      answers that are learnt from; all of them end a sampled one.
+    pretrained: with a tokenizer and stop ids. Its `end_of_turn` ends the
+      answers that are learnt from; all stop ids end a sampled one.
+    date: what templates that write the day take for today.
 
   Raises:
     ValueError: no tokenizer or no stop ids.
@@ -85,7 +118,10 @@ class Chat:
 
   name: ClassVar[str] = "chat"
   longest: ClassVar[int] = 10
+  # Raise it when the ids of the same text become others.
+  version: ClassVar[int] = 2
   pretrained: pretrained_lib.Pretrained
+  date: datetime.date = chat.DATE
 
   def __post_init__(self):
     if self.pretrained.tokenizer is None or not self.pretrained.stop_ids:
@@ -103,8 +139,8 @@ class Chat:
     return self.pretrained.stop_ids
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text, without added ones."""
-    return self.pretrained.tokenizer.encode(text, add_special_tokens=False).ids
+    """Ids of a text alone, without added ones."""
+    return chat.encode_text(self.pretrained, text).ids
 
   def decode(self, ids: list[int]) -> str:
     """Text of ids; special tokens are spelt out.
@@ -112,34 +148,91 @@ class Chat:
     Left out, one inside "48<|x|>21" would make the number 4821. For the same
     reason an id without a token turns the whole text into U+FFFD.
     """
-    tokenizer = self.pretrained.tokenizer
-    if any(tokenizer.id_to_token(id_) is None for id_ in ids):
+    backend = self.pretrained.tokenizer.backend_tokenizer
+    if any(backend.id_to_token(id_) is None for id_ in ids):
       return "\ufffd"
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return backend.decode(ids, skip_special_tokens=False)
 
-  def around(self, question: str) -> tuple[list[int], list[int]]:
-    """What stands before a document, and after it."""
-    before, after = self._render(f"{_MARK}\n\n{question}").split(_MARK)
-    return self.encode(before), self.encode(after)
+  def prompt(self, question: str, document: str = "") -> Prompt:
+    """A question, after a document if there is one; see `prompt_of`."""
+    return prompt_of(self.pretrained, question, document, date=self.date)
 
-  def alone(self, question: str) -> list[int]:
-    """A prompt without a document."""
-    return self.encode(self._render(question))
+  def answer(self, prompt: Prompt, answer: str) -> list[int]:
+    """Ids of an answer to a prompt, with its end.
+
+    The answer is encoded behind its prompt. Where that changes the prompt's
+    last tokens, which are given, it is encoded at the start of a line.
+
+    Raises:
+      ValueError: the answer spells a token without an embedding.
+    """
+    return [*self._after(prompt.source, answer), self.pretrained.end_of_turn]
+
+  def _after(self, source, answer):
+    line = chat.encode_text(self.pretrained, "\n")
+    for context in (source, line):
+      joined = encoding.encode(
+          self.pretrained.tokenizer,
+          [*context.pieces, encoding.Piece(answer)],
+          vocab_size=self.vocab_size,
+      )
+      if joined.ids[: len(context.ids)] == context.ids:
+        return joined.ids[len(context.ids) :]
+    return self.encode(answer)
 
   def fingerprint(self) -> str:
     """Differs when the ids of a text would."""
     parts = (
-        self.pretrained.tokenizer.to_str(), self.pretrained.chat_template,
-        self.stop_ids,
+        self.version, self.pretrained.tokenizer.backend_tokenizer.to_str(),
+        self.pretrained.tokenizer.special_tokens_map,
+        self.pretrained.chat_template, self.stop_ids,
+        self.pretrained.end_of_turn, self.date.isoformat(),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-  def _render(self, content):
-    if self.pretrained.chat_template is None:
-      return content
-    return chat.render_chat(
-        self.pretrained, [{"role": "user", "content": content}]
+
+def prompt_of(
+    pretrained: pretrained_lib.Pretrained,
+    question: str,
+    document: str = "",
+    *,
+    date: datetime.date = chat.DATE,
+) -> Prompt:
+  """What a model is asked: a question, after a document if there is one.
+
+  Args:
+    pretrained: with a tokenizer.
+    question: any text.
+    document: any text, or "".
+    date: what templates that write the day take for today.
+
+  Returns:
+    The prompt, encoded as a whole.
+
+  Raises:
+    ValueError: the template refuses the question, or does not write the
+      document as it is; or the embedding has no row for an id.
+  """
+  content = f"{document}\n\n{question}" if document else question
+  if pretrained.chat_template is not None:
+    messages = [{"role": "user", "content": content}]
+    before, source = [], chat.encode_chat(pretrained, messages, date=date)
+  else:
+    before = tokenizer_lib.first_ids(pretrained.tokenizer)
+    source = chat.encode_text(pretrained, content)
+  ids = [*before, *source.ids]
+  if not document:
+    return Prompt(ids, [0] * len(ids), source)
+  stripped = content.strip()  # as some templates do
+  start = source.text.rfind(stripped)
+  if start < 0:
+    raise ValueError(
+        "The chat template writes another text than the document of "
+        f"{len(document)} characters and its question."
     )
+  start -= content.find(stripped)
+  ends = [0] * len(before) + [end - start for end in source.ends]
+  return Prompt(ids, ends, source)
 
 
 Text = Characters | Chat

@@ -130,10 +130,8 @@ def _text_side(metadata, with_tokenizer) -> dict[str, Any]:
     tokenizer = gguf_tokenizer.tokenizer_from_gguf(metadata)
   return {
       "tokenizer": tokenizer,
-      # In the file's order and once each: the first is the usual one.
-      "stop_ids": tuple(dict.fromkeys(i for i in stop_ids if i is not None)),
+      "stop_ids": tuple(i for i in stop_ids if i is not None),
       "bos_id": metadata.get("tokenizer.ggml.bos_token_id"),
-      "chat_template": metadata.get("tokenizer.chat_template"),
   }
 
 

@@ -74,7 +74,7 @@ def config_from_gguf(
   heads = _integer(options, "attention.head_count")
   width = _integer(options, "embedding_length")
   head_dim = _head_dim(options, width, heads)
-  theta = _shortest(options.get("rope.freq_base", 10_000.0))
+  theta = _above_zero(options, "rope.freq_base", 10_000.0)
   return config_lib.ModelConfig(
       vocab_size=vocab_size,
       width=width,
@@ -124,7 +124,7 @@ def _integer(options, key, default=None):
   value = options.get(key, default)
   if isinstance(value, list) and len(set(value)) == 1:
     value = value[0]
-  if not isinstance(value, int):
+  if not isinstance(value, int) or isinstance(value, bool):
     raise ValueError(
         f"{key}={value!r} is not supported: every layer must have the same "
         "integer."
@@ -159,7 +159,8 @@ def _scaling(options, head_dim, theta, factors_H):
   kind = options.get("rope.scaling.type")
   if kind is None and "rope.scale_linear" in options:
     kind = "linear"
-    options = options | {"rope.scaling.factor": options["rope.scale_linear"]}
+    factor = _above_zero(options, "rope.scale_linear")
+    options = options | {"rope.scaling.factor": factor}
   if factors_H is not None:
     if kind not in (None, "none"):
       raise ValueError(
@@ -167,6 +168,12 @@ def _scaling(options, head_dim, theta, factors_H):
           "supported."
       )
     return _scaling_of_factors(head_dim, theta, factors_H)
+  if kind is None and "rope.scaling.factor" in options:
+    # llama.cpp takes it for linear; the converters always write a type.
+    raise ValueError(
+        f"rope.scaling.factor={options['rope.scaling.factor']!r} without "
+        "rope.scaling.type: the file must say which scaling it is."
+    )
   if kind in (None, "none"):
     return None
   if kind not in ("linear", "yarn"):
@@ -174,7 +181,7 @@ def _scaling(options, head_dim, theta, factors_H):
         f"rope.scaling.type={kind!r} is not supported: none, linear, yarn, or "
         "the rope_freqs.weight tensor of Llama 3.1."
     )
-  factor = _shortest(_required(options, "rope.scaling.factor"))
+  factor = _above_zero(options, "rope.scaling.factor")
   if kind == "linear":
     return config_lib.LinearScaling(factor)
   return config_lib.YarnScaling(
@@ -182,9 +189,18 @@ def _scaling(options, head_dim, theta, factors_H):
       original_max_positions=_integer(
           options, "rope.scaling.original_context_length"
       ),
-      beta_fast=_shortest(options.get("rope.scaling.yarn_beta_fast", 32.0)),
-      beta_slow=_shortest(options.get("rope.scaling.yarn_beta_slow", 1.0)),
+      beta_fast=_above_zero(options, "rope.scaling.yarn_beta_fast", 32.0),
+      beta_slow=_above_zero(options, "rope.scaling.yarn_beta_slow", 1.0),
   )
+
+
+def _above_zero(options, key, default=None) -> float:
+  value = _required(options, key) if default is None else options.get(
+      key, default
+  )
+  if not config_lib.is_number(value) or value <= 0:
+    raise ValueError(f"{key} must be a finite number above 0, not {value!r}.")
+  return _shortest(value)
 
 
 def _scaling_of_factors(head_dim, theta, factors_H):

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte-level BPE tokenizers out of GGUF metadata."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from typing import Any
 
 import tokenizers
@@ -11,6 +14,11 @@ from tokenizers import models
 from tokenizers import normalizers
 from tokenizers import pre_tokenizers
 from tokenizers import processors
+
+from branch_replay.weights import tokenizer as tokenizer_lib
+
+if TYPE_CHECKING:
+  import transformers
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
@@ -37,8 +45,19 @@ _PATTERNS = {
 }
 
 
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
-  """Builds the tokenizer that a GGUF file describes.
+# Role of a special token -> key of its id.
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def tokenizer_from_gguf(
+    metadata: Mapping[str, Any],
+) -> transformers.PreTrainedTokenizerFast:
+  """Builds the tokenizer that a GGUF file describes, with its chat template.
 
   Control tokens, such as "<|im_start|>", are one id wherever they stand in the
   text. `encode` adds a first or last token only where the file says so. A byte
@@ -49,7 +68,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
     metadata: plain values by full key, such as "tokenizer.ggml.tokens".
 
   Returns:
-    The tokenizer, with the ids of the file.
+    The tokenizer, with the ids and special tokens of the file.
 
   Raises:
     ValueError: a key is missing, or the kind of tokenizer or the way it splits
@@ -88,8 +107,15 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
   tokenizer.pre_tokenizer = _splitter(_PATTERNS[pre])
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_tokens(list(_added(tokens, kinds)))
-  tokenizer.post_processor = _ends(metadata, tokens)
-  return tokenizer
+  tokenizer.post_processor = _ends(metadata, tokens, pre)
+  special = {}
+  for role, key in _SPECIAL.items():
+    if metadata.get(f"tokenizer.ggml.{key}") is not None:
+      special[role] = _token(metadata, tokens, key)
+  return tokenizer_lib.wrapped(
+      tokenizer, chat_template=metadata.get("tokenizer.chat_template"),
+      **special,
+  )
 
 
 def _required(metadata, key):
@@ -126,13 +152,28 @@ def _added(tokens, kinds):
       )
 
 
-def _ends(metadata, tokens):
-  """Adds the first and last token that the file asks for."""
+def _token(metadata, tokens, key):
+  id_ = _required(metadata, key)
+  if not 0 <= id_ < len(tokens):
+    raise ValueError(
+        f"tokenizer.ggml.{key}={id_} is not one of the file's {len(tokens)} "
+        "tokens: it is damaged."
+    )
+  return tokens[id_]
+
+
+def _ends(metadata, tokens, pre):
+  """Adds the first and last token that the file asks for.
+
+  Where a file is silent, Llama 3 has a first token, as in llama.cpp.
+  """
   first, last = [], []
-  for name, side in (("bos", first), ("eos", last)):
-    if metadata.get(f"tokenizer.ggml.add_{name}_token"):
-      id_ = _required(metadata, f"{name}_token_id")
-      side.append((tokens[id_], id_))
+  bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+  silent = pre == "llama-bpe" and bos_id is not None
+  for name, side, default in (("bos", first, silent), ("eos", last, False)):
+    if metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+      token = _token(metadata, tokens, f"{name}_token_id")
+      side.append((token, metadata[f"tokenizer.ggml.{name}_token_id"]))
   if not first + last:
     return None
   return processors.TemplateProcessing(

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face directories: safetensors and configuration, in and out."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 import contextlib
 import functools
@@ -9,13 +11,13 @@ import json
 import os
 import pathlib
 import tempfile
+from typing import TYPE_CHECKING
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
-import tokenizers
 
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
@@ -23,6 +25,10 @@ from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
 from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import tokenizer as tokenizer_lib
+
+if TYPE_CHECKING:
+  import transformers
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -41,6 +47,7 @@ def load_hf(
     *,
     param_dtype: str | None = None,
     compute_dtype: str = "float32",
+    with_tokenizer: bool = True,
 ) -> pretrained_lib.Pretrained:
   """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek directory.
 
@@ -51,12 +58,14 @@ def load_hf(
 
   Reads config.json and model.safetensors, or the shards named by
   model.safetensors.index.json; and where present generation_config.json,
-  tokenizer.json, tokenizer_config.json and chat_template.jinja.
+  and tokenizer.json with what belongs to it, through `transformers`.
 
   Args:
     directory: as `transformers` writes it and as its hub serves it.
     param_dtype: dtype of the parameters; None for that of the files.
     compute_dtype: dtype of activations and matrix products.
+    with_tokenizer: False leaves the tokenizer out, for a directory whose
+      tokenizer `transformers` cannot load.
 
   Returns:
     Model, parameters and text side. Parameters land on the default device:
@@ -65,8 +74,9 @@ def load_hf(
   Raises:
     ValueError: a file is missing or damaged; the configuration asks for what
       `Decoder` does not compute; tensors are missing, unexpected, misshapen or
-      not floats; or a tied model's file holds a head of its own that differs
-      from the embedding.
+      not floats, or there are two sets of them; a tied model's file holds a
+      head of its own that differs from the embedding; or the tokenizer cannot
+      be loaded.
   """
   directory = pathlib.Path(directory)
   mapping = _read_json(directory, "config.json")
@@ -88,7 +98,9 @@ def load_hf(
     )
     params = layout.stack(config, layout.HF_NAMES, read)
   return pretrained_lib.Pretrained(
-      decoder.Decoder(config), params, **_text_side(directory, mapping)
+      decoder.Decoder(config), params,
+      tokenizer_lib.load(directory) if with_tokenizer else None,
+      **_ids(directory, mapping),
   )
 
 
@@ -106,7 +118,12 @@ def _read_json(directory, name) -> dict[str, Any]:
 
 
 def _open_tensors(directory, stack):
-  """Handles by name of tensor. A single file wins, as in transformers."""
+  """Handles by name of tensor, of the single file or of all shards."""
+  if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
+    raise ValueError(
+        f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
+        "delete the one that is not meant."
+    )
   if (directory / _WEIGHTS).is_file():
     files, promised = [_WEIGHTS], {}
   else:
@@ -186,40 +203,22 @@ def _check_tensors(config, wanted, handles, directory):
     )
 
 
-def _text_side(directory, mapping) -> dict[str, Any]:
-  def optional(name):
-    if (directory / name).is_file():
-      return _read_json(directory, name)
-    return {}
+def _ids(directory, mapping) -> dict[str, Any]:
+  """Stop ids and bos id: of generation_config.json, else of config.json."""
+  generation = {}
+  if (directory / "generation_config.json").is_file():
+    generation = _read_json(directory, "generation_config.json")
 
-  generation = optional("generation_config.json")
-  stop_ids = generation.get("eos_token_id", mapping.get("eos_token_id"))
+  def named(key):
+    value = generation.get(key)
+    return mapping.get(key) if value is None else value
+
+  stop_ids = named("eos_token_id")
   if stop_ids is None:
     stop_ids = ()
   elif isinstance(stop_ids, int):
     stop_ids = (stop_ids,)
-  template = optional("tokenizer_config.json").get("chat_template")
-  if (directory / "chat_template.jinja").is_file():
-    template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-  elif isinstance(template, list):
-    # Several named templates; the one that applies without tools.
-    named = {entry["name"]: entry["template"] for entry in template}
-    template = named.get("default")
-  return {
-      "tokenizer": _tokenizer(directory / "tokenizer.json"),
-      "stop_ids": tuple(stop_ids),
-      "bos_id": generation.get("bos_token_id", mapping.get("bos_token_id")),
-      "chat_template": template,
-  }
-
-
-def _tokenizer(path):
-  if not path.is_file():
-    return None
-  try:
-    return tokenizers.Tokenizer.from_file(str(path))
-  except Exception as error:  # The library raises a bare Exception.
-    raise ValueError(f"{path} is not a tokenizer: {error}") from error
+  return {"stop_ids": tuple(stop_ids), "bos_id": named("bos_token_id")}
 
 
 def save_hf(
@@ -227,10 +226,9 @@ def save_hf(
     config: config_lib.ModelConfig,
     params: Mapping[str, Any],
     *,
-    tokenizer: tokenizers.Tokenizer | None = None,
+    tokenizer: transformers.PreTrainedTokenizerFast | None = None,
     stop_ids: tuple[int, ...] = (),
     bos_id: int | None = None,
-    chat_template: str | None = None,
 ):
   """Writes a directory that `load_hf` and transformers read.
 
@@ -244,11 +242,11 @@ def save_hf(
     directory: created if absent.
     config: of the model.
     params: tree of `Decoder.init`; each tensor keeps its own dtype.
-    tokenizer: written as tokenizer.json with a tokenizer_config.json.
-    stop_ids: ids that end a response, for generation_config.json.
+    tokenizer: of `transformers`, written with its chat template; see
+      `tokenizer.save` for its special tokens.
+    stop_ids: ids that end a response, for generation_config.json; what ends a
+      turn in the chat template joins them.
     bos_id: id that begins a sequence.
-    chat_template: jinja source, written as chat_template.jinja, which readers
-      prefer to one in tokenizer_config.json.
 
   Raises:
     ValueError: no published family has the config; the tree does not fit it; an
@@ -261,7 +259,8 @@ def save_hf(
         f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
         "delete that export first."
     )
-  pretrained_lib.check_ids(config, tokenizer, stop_ids, bos_id)
+  end_of_turn, stop_ids = pretrained_lib.turn_ends(tokenizer, stop_ids)
+  pretrained_lib.check_ids(config, stop_ids, bos_id)
   mapping = hf_config.config_to_hf(config)
   tensors = hf_tensors.to_file(
       hf_tensors.tensors(config, mapping),
@@ -279,18 +278,30 @@ def save_hf(
         tensors, staged / _WEIGHTS, metadata={"format": "pt"}
     )
     _write_json(staged / "config.json", mapping | ids)
-    if ids:
-      _write_json(staged / "generation_config.json", ids)
+    # In config.json it would keep the gradient from a row of the embedding.
+    pad = {}
     if tokenizer is not None:
-      _write_tokenizer(staged, tokenizer, stop_ids, bos_id)
-    if chat_template is not None:
-      (staged / "chat_template.jinja").write_text(
-          chat_template, encoding="utf-8"
+      pad_id = tokenizer_lib.save(
+          staged, tokenizer, end_of_turn=end_of_turn, stop_ids=stop_ids,
+          vocab_size=config.vocab_size,
       )
+      pad = {} if pad_id is None else {"pad_token_id": pad_id}
+    if ids | pad:
+      _write_json(staged / "generation_config.json", ids | pad)
     # safetensors makes its file private to the owner, unlike those beside it.
     (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
-    for path in sorted(staged.iterdir()):
-      os.replace(path, directory / path.name)
+    written = {str(path.relative_to(staged)) for path in _files(staged)}
+    for path in sorted(_files(staged)):
+      place = directory / path.relative_to(staged)
+      place.parent.mkdir(exist_ok=True)
+      os.replace(path, place)
+  if tokenizer is not None:
+    for path in tokenizer_lib.stale(directory, written):
+      path.unlink()
+
+
+def _files(folder):
+  return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _id_fields(stop_ids, bos_id):
@@ -302,16 +313,6 @@ def _id_fields(stop_ids, bos_id):
         stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
     )
   return fields
-
-
-def _write_tokenizer(staged, tokenizer, stop_ids, bos_id):
-  tokenizer.save(str(staged / "tokenizer.json"))
-  fields = {"tokenizer_class": "PreTrainedTokenizerFast"}
-  if bos_id is not None:
-    fields["bos_token"] = tokenizer.id_to_token(bos_id)
-  if stop_ids:
-    fields["eos_token"] = tokenizer.id_to_token(stop_ids[0])
-  _write_json(staged / "tokenizer_config.json", fields)
 
 
 def _write_json(path, mapping):

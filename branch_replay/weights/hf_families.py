@@ -52,6 +52,21 @@ def _heads(mapping) -> dict[str, int]:
   }
 
 
+def _by_layer_type(mapping) -> Mapping[str, Any]:
+  """The `rope_parameters` of a family that has them by type of layer."""
+  rope = mapping.get("rope_parameters") or {}
+  kinds = ("full_attention", "sliding_attention")
+  if not isinstance(rope, Mapping) or any(
+      key not in kinds or not isinstance(value, Mapping | None)
+      for key, value in rope.items()
+  ):
+    raise ValueError(
+        f"rope_parameters={rope!r} must hold options for each of "
+        f"{' and '.join(kinds)} in this family."
+    )
+  return rope
+
+
 def _gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
   hf_fields.check_fixed(mapping, {
       "hidden_activation": "gelu_pytorch_tanh",
@@ -65,7 +80,7 @@ def _gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
       hf_fields.integer(mapping, "sliding_window_pattern", default=default),
       "sliding_attention",
   )
-  rope = mapping.get("rope_parameters") or {}
+  rope = _by_layer_type(mapping)
   theta, scaling = hf_fields.whole_rope_from_hf(
       {**mapping, "rope_parameters": rope.get("full_attention")},
       default_theta=1_000_000.0,

@@ -8,6 +8,11 @@ from typing import Any
 from branch_replay import config as config_lib
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Options that do something only together with a type.
+_SCALES = (
+    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "attention_factor", "mscale", "mscale_all_dim",
+)
 
 
 def integer(mapping: Mapping[str, Any], key: str, *, default=None) -> int:
@@ -39,27 +44,88 @@ def rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
 
   Returns:
     The base, the scaling or None, and the share or None.
+
+  Raises:
+    ValueError: a field is malformed or contradicts another, or asks for a
+      scaling without naming its type.
   """
-  rope = dict(
-      mapping.get("rope_parameters") or mapping.get("rope_scaling") or {}
-  )
-  kind = rope.get("rope_type", rope.get("type", "default"))
+  rope, source = _rope_options(mapping)
+  kind = _rope_type(rope, source)
   theta = rope.get("rope_theta", mapping.get("rope_theta"))
-  theta = default_theta if theta is None else float(theta)
+  theta = default_theta if theta is None else _above_zero("rope_theta", theta)
   partial = rope.get(
       "partial_rotary_factor", mapping.get("partial_rotary_factor")
   )
+  if partial is not None:
+    partial = _above_zero("partial_rotary_factor", partial)
   if kind == "default":
     return theta, None, partial
   if kind not in _ROPE_TYPES:
     raise ValueError(
         f"RoPE type {kind!r} is not supported: {', '.join(_ROPE_TYPES)}."
     )
-  rope.setdefault(
-      "original_max_position_embeddings",
-      mapping.get("max_position_embeddings"),
-  )
-  return theta, _scaling_from_hf(kind, rope), partial
+  if rope.get("original_max_position_embeddings") is None:
+    rope["original_max_position_embeddings"] = mapping.get(
+        "max_position_embeddings"
+    )
+  return theta, _scaling_from_hf(kind, rope, source), partial
+
+
+def _rope_options(mapping):
+  """The options of RoPE, and the field that holds them."""
+  found = {}
+  for field in ("rope_parameters", "rope_scaling"):
+    value = mapping.get(field)
+    if value is not None and not isinstance(value, Mapping):
+      raise ValueError(f"{field} must be a mapping or null, not {value!r}.")
+    found[field] = dict(value or {})
+    nested = sorted(
+        key for key, x in found[field].items() if isinstance(x, Mapping)
+    )
+    if nested:
+      raise ValueError(
+          f"{field} has options for {', '.join(nested)} apart, which this "
+          "family does not have: give one set of options."
+      )
+  new, old = found["rope_parameters"], found["rope_scaling"]
+  for key in new.keys() & old.keys():
+    if new[key] != old[key]:
+      raise ValueError(
+          f"rope_parameters and rope_scaling differ in {key}, {new[key]!r} and "
+          f"{old[key]!r}: keep one of them."
+      )
+  source = "rope_parameters" if new else "rope_scaling"
+  return old | new, source
+
+
+def _rope_type(rope, source):
+  """The type that the options name; "default" if there are none to scale by."""
+  named = {rope[key] for key in ("rope_type", "type") if rope.get(key)}
+  if len(named) > 1:
+    raise ValueError(
+        f"{source} names two types, rope_type={rope['rope_type']!r} and type="
+        f"{rope['type']!r}: keep one of them."
+    )
+  kind = named.pop() if named else "default"
+  unused = {
+      key: rope[key] for key in _SCALES
+      if rope.get(key) is not None and kind == "default"
+  }
+  # A factor of 1 asks for nothing.
+  if unused and unused != {"factor": 1}:
+    raise ValueError(
+        f"{source}={rope!r} has {', '.join(unused)} without a rope_type that "
+        f"uses them: name one of {', '.join(_ROPE_TYPES[1:])}, or delete them."
+    )
+  return kind
+
+
+def _above_zero(key, value) -> float:
+  if not config_lib.is_number(value) or value <= 0:
+    raise ValueError(
+        f"{key} must be a finite number above 0, not {value!r}."
+    )
+  return float(value)
 
 
 def whole_rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
@@ -72,17 +138,25 @@ def whole_rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
   return theta, scaling
 
 
-def _scaling_from_hf(kind, rope):
+def _scaling_from_hf(kind, rope, source):
   def number(key):
-    if not isinstance(rope.get(key), int | float):
+    value = rope.get(key)
+    if not config_lib.is_number(value) or value <= 0:
       raise ValueError(
-          f"RoPE type {kind!r} needs a number {key}, not {rope.get(key)!r}."
+          f"RoPE type {kind!r} needs a number {key}, not {value!r}: correct "
+          f"{source}, it must be finite and above 0."
       )
-    return float(rope[key])
+    return float(value)
 
   if kind == "linear":
     return config_lib.LinearScaling(number("factor"))
-  original = int(number("original_max_position_embeddings"))
+  original = number("original_max_position_embeddings")
+  if original != int(original):
+    raise ValueError(
+        f"{source} needs an integer original_max_position_embeddings, not "
+        f"{original}."
+    )
+  original = int(original)
   if kind == "llama3":
     return config_lib.Llama3Scaling(
         factor=number("factor"),
@@ -91,18 +165,21 @@ def _scaling_from_hf(kind, rope):
         original_max_positions=original,
     )
 
-  def optional(key):
-    return None if rope.get(key) is None else number(key)
+  def optional(key, default=None, *, zero=False):
+    value = rope.get(key)
+    if value is None or (zero and config_lib.is_number(value) and value == 0):
+      return default if value is None else 0.0
+    return number(key)
 
   return config_lib.YarnScaling(
       factor=number("factor"),
       original_max_positions=original,
-      beta_fast=optional("beta_fast") or 32.0,
-      beta_slow=optional("beta_slow") or 1.0,
+      beta_fast=optional("beta_fast", 32.0),
+      beta_slow=optional("beta_slow", 1.0),
       attention_factor=optional("attention_factor"),
-      mscale=optional("mscale"),
-      mscale_all_dim=optional("mscale_all_dim"),
-      truncate=bool(rope.get("truncate", True)),
+      mscale=optional("mscale", zero=True),
+      mscale_all_dim=optional("mscale_all_dim", zero=True),
+      truncate=rope.get("truncate", True),
   )
 
 

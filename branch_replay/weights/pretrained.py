@@ -2,12 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every importer returns."""
 
-import dataclasses
+from __future__ import annotations
 
-import tokenizers
+import dataclasses
+from typing import TYPE_CHECKING
 
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
+from branch_replay.weights import chat
+from branch_replay.weights import tokenizer as tokenizer_lib
+
+if TYPE_CHECKING:
+  import transformers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -15,48 +21,77 @@ class Pretrained:
   """A decoder, its parameters, and what the files say about its text.
 
   `pretrained.model.apply({"params": pretrained.params}, tokens_GT)` is the
-  whole use of it. Raises ValueError where the text side would reach past the
-  embedding, because an out-of-range id is clamped inside jit, not refused.
+  whole use of it. Raises ValueError for a stop or bos id past the embedding,
+  because an out-of-range id is clamped inside jit, not refused. The tokenizer
+  may have such ids; they are refused where text gives one.
 
   Attributes:
     model: owner of the `ModelConfig`.
     params: the tree that `model.init` makes, as arrays on one device.
-    tokenizer: None when the files hold none.
-    stop_ids: ids that end a response; () when the files name none.
+    tokenizer: of `transformers`, with the chat template; None when the files
+      hold none.
+    stop_ids: ids that end a response: those that the files name, in their
+      order, and `end_of_turn`. () when there are none.
     bos_id: id that begins a sequence, or None.
-    chat_template: jinja source for `chat.render_chat`, or None.
+    end_of_turn: the id that ends an answer to be learnt from: what the chat
+      template puts behind an assistant's message, without a template the
+      tokenizer's `eos_token`, without one the first stop id. None when the
+      files name none of these.
   """
 
   model: decoder.Decoder
   params: dict
-  tokenizer: tokenizers.Tokenizer | None = None
+  tokenizer: transformers.PreTrainedTokenizerFast | None = None
   stop_ids: tuple[int, ...] = ()
   bos_id: int | None = None
-  chat_template: str | None = None
+  end_of_turn: int | None = dataclasses.field(init=False)
 
   def __post_init__(self):
-    check_ids(self.config, self.tokenizer, self.stop_ids, self.bos_id)
+    end, stop_ids = turn_ends(self.tokenizer, self.stop_ids)
+    object.__setattr__(self, "end_of_turn", end)
+    object.__setattr__(self, "stop_ids", stop_ids)
+    check_ids(self.config, self.stop_ids, self.bos_id)
 
   @property
   def config(self) -> config_lib.ModelConfig:
     """The geometry of the model."""
     return self.model.config
 
+  @property
+  def chat_template(self) -> str | dict[str, str] | None:
+    """The tokenizer's: jinja source for `chat.render_chat`, or None."""
+    return self.tokenizer and (self.tokenizer.chat_template or None)
+
+
+def turn_ends(
+    tokenizer, stop_ids: tuple[int, ...]
+) -> tuple[int | None, tuple[int, ...]]:
+  """The end of a turn, and all stop ids, which it joins.
+
+  Args:
+    tokenizer: of `transformers`, or None.
+    stop_ids: that a file names.
+
+  Raises:
+    TypeError: a tokenizer of another kind.
+  """
+  tokenizer_lib.check_kind(tokenizer)
+  stop_ids = tuple(dict.fromkeys(stop_ids))
+  end = None if tokenizer is None else chat.end_of_turn(tokenizer)
+  if end is None:
+    return next(iter(stop_ids), None), stop_ids
+  return end, stop_ids if end in stop_ids else (*stop_ids, end)
+
 
 def check_ids(
     config: config_lib.ModelConfig,
-    tokenizer: tokenizers.Tokenizer | None,
     stop_ids: tuple[int, ...],
     bos_id: int | None,
 ):
-  """Raises ValueError if any id has no row in the embedding."""
+  """Raises ValueError if a stop or bos id has no row in the embedding."""
   named = {f"stop id {id_}": id_ for id_ in stop_ids}
   if bos_id is not None:
     named[f"bos id {bos_id}"] = bos_id
-  if tokenizer is not None:
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    token, last = max(vocabulary.items(), key=lambda item: item[1])
-    named[f"token {token!r} with id {last}"] = last
   for name, id_ in named.items():
     if not 0 <= id_ < config.vocab_size:
       raise ValueError(

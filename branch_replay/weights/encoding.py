@@ -1,0 +1,302 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Text to ids in one piece, where only some parts may give control tokens.
+
+A control token ends a turn, begins a role, and so on. It is spelt in the text
+of a rendered chat, and a document may spell it, too. The template's becomes one
+id; the document's stays text. So text comes in pieces, each of which is either
+one control token or text. They are encoded together, since tokens may span
+pieces of text and since sentencepiece puts a space in front of whatever it
+encodes.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+import json
+import re
+from typing import TYPE_CHECKING
+from typing import NamedTuple
+import weakref
+
+if TYPE_CHECKING:
+  import tokenizers
+  import transformers
+
+# For private use: texts hold none of them, or at least not all.
+_MARKS = tuple(map(chr, range(0x10FFFD, 0x10FF00, -1)))
+# Of tokenizers that live, what is made of them once.
+_CONTROLS = weakref.WeakKeyDictionary()
+_TWINS = weakref.WeakKeyDictionary()
+
+
+class Piece(NamedTuple):
+  """A part of a text: a control token, or what must stay text."""
+
+  text: str
+  control: bool = False
+
+
+class Encoded(NamedTuple):
+  """Ids, and where they end in the text.
+
+  Attributes:
+    ids: of all pieces.
+    ends: for every id, the character of the joined pieces behind it.
+    pieces: what was encoded.
+  """
+
+  ids: list[int]
+  ends: list[int]
+  pieces: tuple[Piece, ...]
+
+  @property
+  def text(self) -> str:
+    """All pieces, joined."""
+    return "".join(piece.text for piece in self.pieces)
+
+  def position(self, character: int) -> int:
+    """Index of the id that holds a character of the text."""
+    return bisect.bisect_right(self.ends, character)
+
+
+def control_tokens(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+) -> tuple[dict[str, int], re.Pattern]:
+  """The control tokens with their ids, and a pattern that finds the longest.
+
+  These are the special tokens, and other added ones that the chat template
+  writes; as in `transformers`, none that is white space.
+  """
+  template = tokenizer.chat_template or ""
+  written = "\0".join(template.values()) if isinstance(
+      template, dict
+  ) else template
+  key = len(tokenizer), written
+  if _CONTROLS.get(tokenizer, (None,))[0] != key:
+    controls = {
+        token.content: id_
+        for id_, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+        or (token.content in written and not token.content.isspace())
+    }
+    # A tree of letters: some tokenizers have thousands of control tokens.
+    found = re.compile(_alternatives(controls) or "(?!)")
+    _CONTROLS[tokenizer] = key, controls, found
+  return _CONTROLS[tokenizer][1:]
+
+
+def special_pattern(tokenizer) -> re.Pattern:
+  """Finds those control tokens that are special tokens."""
+  return re.compile(_alternatives([
+      token.content for token in tokenizer.added_tokens_decoder.values()
+      if token.special
+  ]) or "(?!)")
+
+
+def _alternatives(tokens) -> str:
+  """A pattern of the longest token that fits."""
+  rests = {}
+  for token in sorted(filter(None, tokens)):
+    rests.setdefault(token[0], []).append(token[1:])
+  if not rests:
+    return ""
+  branches = [re.escape(x) + _alternatives(rest) for x, rest in rests.items()]
+  return f"(?:{'|'.join(branches)}){'?' if '' in tokens else ''}"
+
+
+def marks(texts: Sequence[str], count: int) -> str:
+  """Characters that stand in none of the texts.
+
+  Raises:
+    ValueError: every character that is tried does.
+  """
+  found = "".join(
+      mark for mark in _MARKS if not any(mark in text for text in texts)
+  )[:count]
+  if len(found) < count:
+    raise ValueError(
+        "The text holds all characters of the last private-use area, which are "
+        "needed to mark control tokens: remove them."
+    )
+  return found
+
+
+def split(rendered: str, found: re.Pattern) -> list[Piece]:
+  """Pieces of a text in which every control token is meant as one."""
+  pieces, at = [], 0
+  for match in found.finditer(rendered):
+    pieces += [Piece(rendered[at : match.start()]), Piece(match.group(), True)]
+    at = match.end()
+  return [*pieces, Piece(rendered[at:])]
+
+
+def encode(
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    pieces: Sequence[Piece],
+    *,
+    vocab_size: int | None = None,
+) -> Encoded:
+  """Encodes pieces together; nothing is put before or behind them.
+
+  Args:
+    tokenizer: see `control_tokens`.
+    pieces: of the text.
+    vocab_size: rows of the embedding, to refuse ids past it.
+
+  Returns:
+    Ids and where they end.
+
+  Raises:
+    ValueError: an id past the embedding; or text gave a control token in spite
+      of all.
+  """
+  controls, found = control_tokens(tokenizer)
+  pieces = tuple(_joined(pieces))
+  if any(not one.control and found.search(one.text) for one in pieces):
+    encoding, ends = _in_twin(tokenizer, controls, pieces)
+  else:
+    encoding = tokenizer.backend_tokenizer.encode(
+        "".join(piece.text for piece in pieces), add_special_tokens=False
+    )
+    ends = [end for _, end in encoding.offsets]
+  _check_controls(tokenizer, controls, pieces, encoding.ids)
+  check_ids(tokenizer, encoding.ids, vocab_size)
+  return Encoded(encoding.ids, ends, pieces)
+
+
+def check_ids(tokenizer, ids: Sequence[int], vocab_size: int | None):
+  """Raises ValueError for an id that has no row in the embedding."""
+  largest = max(ids, default=0)
+  if vocab_size is not None and largest >= vocab_size:
+    token = tokenizer.convert_ids_to_tokens(int(largest))
+    raise ValueError(
+        f"The text holds {token!r}, whose id {largest} is outside the "
+        f"vocabulary of {vocab_size} rows: these weights have no embedding of "
+        "it. Leave it out of the text."
+    )
+
+
+def _joined(pieces):
+  """Neighbouring pieces of text as one."""
+  text = []
+  for piece in pieces:
+    if piece.control:
+      if text:
+        yield Piece("".join(text))
+        text = []
+      yield piece
+    else:
+      text.append(piece.text)
+  if text:
+    yield Piece("".join(text))
+
+
+def _check_controls(tokenizer, controls, pieces, ids):
+  """Some models of tokens could make a control token out of its letters."""
+  known = set(controls.values()) - {tokenizer.unk_token_id}
+  meant = [controls[x.text] for x in pieces if x.control]
+  got = [id_ for id_ in ids if id_ in known]
+  if len(got) > sum(id_ in known for id_ in meant):
+    surplus = list(got)
+    for id_ in meant:
+      if id_ in surplus:
+        surplus.remove(id_)
+    tokens = tokenizer.convert_ids_to_tokens(surplus)
+    raise ValueError(
+        f"Plain text gave the control tokens {sorted(set(tokens))} in this "
+        "tokenizer: remove them from the text."
+    )
+
+
+def _in_twin(tokenizer, controls, pieces):
+  """Encodes with a tokenizer in which control tokens are spelt otherwise."""
+  letters = {token for token in controls if len(token) == 1}
+  if found := sorted(
+      letters & {x for one in pieces if not one.control for x in one.text}
+  ):
+    raise ValueError(
+        f"The text spells {found}, control tokens of this tokenizer for which "
+        "no other tokens could stand: remove them from the text."
+    )
+  (mark,) = marks([piece.text for piece in pieces], 1)
+  twin = _twin(tokenizer, controls, mark)
+  names = _names(controls, mark)
+  spelt = [
+      names.get(piece.text, piece.text) if piece.control else piece.text
+      for piece in pieces
+  ]
+  encoding = twin.encode("".join(spelt), add_special_tokens=False)
+  # Ends of pieces in the twin's text and in ours.
+  theirs, ours = [0], [0]
+  for piece, other in zip(pieces, spelt, strict=True):
+    theirs.append(theirs[-1] + len(other))
+    ours.append(ours[-1] + len(piece.text))
+  ends = []
+  for _, end in encoding.offsets:
+    at = bisect.bisect_left(theirs, end)
+    if at and pieces[at - 1].control:
+      ends.append(ours[at])
+    else:
+      ends.append(ours[at] - (theirs[at] - end))
+  return encoding, ends
+
+
+def _names(controls, mark):
+  """How control tokens are spelt in the twin; single letters as they are."""
+  return {
+      token: f"{mark}{id_}{mark}" for token, id_ in controls.items()
+      if len(token) > 1
+  }
+
+
+def _twin(tokenizer, controls, mark) -> tokenizers.Tokenizer:
+  """The same tokenizer but for the spelling of its control tokens."""
+  key = (mark, tuple(controls.items()), len(tokenizer))
+  known = _TWINS.get(tokenizer)
+  if known is None or known[0] != key:
+    known = key, _make_twin(tokenizer, controls, mark)
+    _TWINS[tokenizer] = known
+  return known[1]
+
+
+def _make_twin(tokenizer, controls, mark):
+  import tokenizers
+
+  backend = tokenizer.backend_tokenizer
+  names = _names(controls, mark)
+  content = json.loads(backend.to_str())
+  for added in content["added_tokens"]:
+    if added["content"] in names:
+      added["content"] = names[added["content"]]
+      added["normalized"] = False
+  model = content["model"]
+  if isinstance(model["vocab"], dict):
+    model["vocab"] = {names.get(x, x): id_ for x, id_ in model["vocab"].items()}
+  else:
+    model["vocab"] = [[names.get(x, x), score] for x, score in model["vocab"]]
+  if model.get("unk_token") in names:
+    model["unk_token"] = names[model["unk_token"]]
+  if "merges" in model:
+    model["merges"] = [
+        pair for pair in map(_pair, model["merges"])
+        if not {*pair, "".join(pair)} & names.keys()
+    ]
+  content |= dict(truncation=None, padding=None, post_processor=None)
+  twin = tokenizers.Tokenizer.from_str(json.dumps(content))
+  vocabulary = twin.get_vocab(with_added_tokens=True)
+  expected = {
+      names.get(token, token): id_
+      for token, id_ in backend.get_vocab(with_added_tokens=True).items()
+  }
+  if vocabulary != expected:
+    raise ValueError(
+        "The text spells control tokens of a tokenizer whose ids depend on how "
+        "they are spelt: remove them from the text."
+    )
+  return twin
+
+
+def _pair(merge):
+  return tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
