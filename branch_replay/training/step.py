@@ -30,11 +30,14 @@ class TrainState(NamedTuple):
     params: all parameters, the frozen ones too.
     optimizer: optax state of the trained ones.
     step: i32[], updates done.
+    skipped: i32[], updates in a row, the last one among them, that were not
+      made because their gradient was not finite.
   """
 
   params: Any
   optimizer: Any
   step: jax.Array
+  skipped: jax.Array
 
 
 class Report(NamedTuple):
@@ -67,11 +70,12 @@ def create(
   where = shardings(params, optimizer, trainable=trainable, layout=layout)
   if where is None:
     moments = optimizer.init(adapters.select(params, trainable))
-    return TrainState(params, moments, jnp.int32(0))
+    return TrainState(params, moments, jnp.int32(0), jnp.int32(0))
   params = jax.device_put(params, where.params)
   init = jax.jit(optimizer.init, out_shardings=where.optimizer)
   moments = init(adapters.select(params, trainable))
-  return TrainState(params, moments, jax.device_put(jnp.int32(0), where.step))
+  zeros = [jax.device_put(jnp.int32(0), where.step) for _ in range(2)]
+  return TrainState(params, moments, *zeros)
 
 
 def shardings(params, optimizer, *, trainable: str, layout: Layout):
@@ -96,7 +100,7 @@ def shardings(params, optimizer, *, trainable: str, layout: Layout):
       layout.shardings(trained),
       transform_non_params=lambda _: everywhere,
   )
-  return TrainState(of_params, of_optimizer, everywhere)
+  return TrainState(of_params, of_optimizer, everywhere, everywhere)
 
 
 def update(
@@ -115,10 +119,16 @@ def update(
   params = train_state.params
   trained = adapters.pick(params, grads)
   updates, moments = optimizer.update(grads, train_state.optimizer, trained)
-  trained = optax.apply_updates(trained, updates)
-  params = adapters.replace(params, trained)
   norm = optax.tree.norm(grads)
-  return TrainState(params, moments, train_state.step + 1), norm
+  finite = jnp.isfinite(norm)
+  trained, moments = jax.tree.map(
+      lambda new, old: jnp.where(finite, new, old),
+      (optax.apply_updates(trained, updates), moments),
+      (trained, train_state.optimizer),
+  )
+  params = adapters.replace(params, trained)
+  skipped = jnp.where(finite, 0, train_state.skipped + 1)
+  return TrainState(params, moments, train_state.step + 1, skipped), norm
 
 
 def make_step(

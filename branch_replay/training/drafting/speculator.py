@@ -16,7 +16,6 @@ while lessons and measured speeds are collected anew.
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import json
 import pathlib
 import time
 from typing import Literal
@@ -37,6 +36,7 @@ from branch_replay.rollout.drafters import ngram
 from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
 from branch_replay.schedule import Schedule
 from branch_replay.training import experience as experience_lib
+from branch_replay.training import json_lines
 from branch_replay.training.drafting import buffer as buffer_lib
 from branch_replay.training.drafting import lessons as lessons_lib
 from branch_replay.training.drafting import trainer as trainer_lib
@@ -265,6 +265,7 @@ class Speculator:
     directory = pathlib.Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+      json_lines.mend(directory / DECISIONS)
       # A line at a time: sampling may end at any.
       self._log = stack.enter_context(
           (directory / DECISIONS).open("a", buffering=1)
@@ -324,4 +325,4 @@ class Speculator:
   def _write(self, decisions: list[tuner_lib.Decision]) -> None:
     if self._log is not None:
       for one in decisions:
-        self._log.write(json.dumps(one._asdict()) + "\n")
+        self._log.write(json_lines.dumps(one._asdict()) + "\n")
