@@ -180,9 +180,9 @@ class Checkpoints:
     ]
     if differ:
       raise ValueError(
-          f"The checkpoint of step {step} in {self._directory} has other arrays "
-          f"than this run, {len(differ)} of them: {'; '.join(differ[:4])}. Take "
-          "another workdir."
+          f"The checkpoint of step {step} in {self._directory} has "
+          f"{len(differ)} other arrays than this run: "
+          f"{'; '.join(differ[:4])}. Take another workdir."
       )
 
   def save_reference(self, phase: int, params) -> None:
@@ -223,8 +223,9 @@ def check_finite(tree, where: str) -> None:
   ) if not fine]
   if bad:
     raise ValueError(
-        f"{where} has NaN or infinity in {len(bad)} arrays, {', '.join(bad[:4])}"
-        f"{' and others' if len(bad) > 4 else ''}: they are not saved."
+        f"{where} has NaN or infinity in {len(bad)} arrays, "
+        f"{', '.join(bad[:4])}{' and others' if len(bad) > 4 else ''}: they "
+        "are not saved."
     )
 
 

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run is, as JSON, to be compared with what a checkpoint says it was.
 
-A description goes through everything that a run's result depends on: the fields
-of its dataclasses, and of a function, as optimizers and schedules are, its name,
-the values it closes over and the numbers in its code. So a learning rate that
-is hidden in an optimizer counts like any other field.
+A description goes through everything that a run's result depends on: the
+fields of its dataclasses, and of a function, as optimizers and schedules are,
+its name, the values it closes over and the numbers in its code. So a learning
+rate that is hidden in an optimizer counts like any other field.
 """
 
 from collections.abc import Mapping

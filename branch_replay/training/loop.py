@@ -62,8 +62,8 @@ class Evaluation:
       )
     if self.rollouts.truncated == "leave_out":
       raise ValueError(
-          "truncated='leave_out' is for learning: held-out answers that are cut "
-          "off must count. Evaluate with 'score' or 'zero'."
+          "truncated='leave_out' is for learning: held-out answers that are "
+          "cut off must count. Evaluate with 'score' or 'zero'."
       )
 
 
@@ -149,8 +149,8 @@ def train(
 
   Raises:
     ValueError: checkpoints of another run, all of whose differences are named;
-      a damaged line of metrics.jsonl; parameters that are not finite, or as many
-      updates in a row that would have made them so as `run` allows.
+      a damaged line of metrics.jsonl; parameters that are not finite, or as
+      many updates in a row that would have made them so as `run` allows.
   """
   workdir = pathlib.Path(workdir)
   about = identity.of_run(run)
@@ -320,8 +320,8 @@ def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
   return (
       f"{skipped} updates in a row were skipped, as many as most_skipped="
       f"{run.most_skipped} allows, because loss or gradient is not finite: "
-      f"stopped at step {done}, phase {phase.name!r}, {said}, examples {shown}. "
-      "The parameters before them are saved. Lower the learning rate, clip the "
+      f"stopped at step {done}, phase {phase.name!r}, {said}, examples {shown}."
+      " The parameters before them are saved. Lower the learning rate, clip the "
       "gradient, or look at these examples and their rewards."
   )
 

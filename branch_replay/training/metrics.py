@@ -70,7 +70,7 @@ def read(directory: pathlib.Path) -> list[dict]:
   for number, row in enumerate(rows, 1):
     if not isinstance(row.get("step"), int):
       raise ValueError(
-          f"Line {number} of {file} is damaged: it has no step. Mend it or take "
-          "it out."
+          f"Line {number} of {file} is damaged: it has no step. Mend it or "
+          "take it out."
       )
   return rows
