@@ -321,8 +321,8 @@ def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
       f"{skipped} updates in a row were skipped, as many as most_skipped="
       f"{run.most_skipped} allows, because loss or gradient is not finite: "
       f"stopped at step {done}, phase {phase.name!r}, {said}, examples {shown}."
-      " The parameters before them are saved. Lower the learning rate, clip the "
-      "gradient, or look at these examples and their rewards."
+      " The parameters before them are saved. Lower the learning rate, clip "
+      "the gradient, or look at these examples and their rewards."
   )
 
 
