@@ -149,9 +149,9 @@ def _check_finite(rollout: Rollout, params, state) -> None:
       "the parameters are finite, so the model overflows in its compute_dtype"
   )
   raise ValueError(
-      f"{int((~fine_GT).sum())} log-probs of sampled tokens are not finite, the "
-      f"first one of branch {row}, token {token}: {why}. Nothing can be sampled "
-      "from them."
+      f"{int((~fine_GT).sum())} log-probs of sampled tokens are not finite, "
+      f"the first one of branch {row}, token {token}: {why}. Nothing can be "
+      "sampled from them."
   )
 
 

@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,12 +166,13 @@ class Checkpoints:
 
   def _check_arrays(self, step: int, like) -> None:
     """Shapes and dtypes; orbax would cast to other dtypes without a word."""
-    with ocp.StandardCheckpointer() as checkpointer:
-      try:
-        found = checkpointer.metadata(self._steps / str(step) / "train_state")
-        there = _arrays(found.item_metadata.tree)
-      except Exception as error:
-        raise Damaged(f"its metadata cannot be read ({error})") from error
+    try:
+      found = ocp.StandardCheckpointHandler().metadata(
+          epath.Path(self._steps / str(step) / "train_state")
+      )
+      there = _arrays(found.tree)
+    except Exception as error:  # of many kinds, by what is damaged
+      raise Damaged(f"its arrays cannot be read ({error})") from error
     here = _arrays(like)
     differ = [
         f"{name}: {there.get(name, 'missing')} there, "
