@@ -103,6 +103,7 @@ def get_config() -> ml_collections.ConfigDict:
           "max_tokens": 5,
           "temperature": 1.0,
           "hold": "activations",  # from sampling to learning
+          "truncated": "score",  # or zero, leave_out: answers that are cut off
           "epochs": 1,
           "updates": 1,  # an epoch
           "capture_every": 1,
@@ -135,5 +136,7 @@ def get_config() -> ml_collections.ConfigDict:
       "sampled": {"chunks": 4.0, "law": "importance", "floor": 0.05},
       "schedule": {"chunk_size": 1024},
       "checkpoint_every": 50,
+      "most_skipped": 5,  # updates in a row that are not finite, then it stops
+      "warn_after": 10,  # steps in a row with nothing to learn from; 0: never
       "export": True,
   })

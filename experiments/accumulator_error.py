@@ -20,6 +20,7 @@ import numpy as np
 
 import branch_replay as br
 from branch_replay import compare
+from experiments import cli
 from experiments import record
 
 _FILE = pathlib.Path(__file__).parent / "results" / "accumulator_error.json"
@@ -84,4 +85,4 @@ def _main(_):
 
 
 if __name__ == "__main__":
-  app.run(_main)
+  app.run(cli.without_words(_main))

@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of all experiments: --config, --workdir, --devices.
 
-Flags are defined when a script is run, not when it is imported, so that
-notebooks may import any number of experiments and call their `run`.
+A word that is no flag is refused, with the flag that was meant: it would be
+ignored, and another experiment would run than was asked for. Flags are defined
+when a script is run, not when it is imported, so that notebooks may import any
+number of experiments and call their `run`.
 """
 
+from collections.abc import Sequence
+import difflib
 import pathlib
 import sys
 import traceback
@@ -36,8 +40,7 @@ def main(run, config_file: str) -> None:
   except AttributeError as error:  # of a field on the command line
     if not error.args or not isinstance(error.args[0], KeyError):
       raise
-    said = " ".join(error.args[0].args[0].split("\n"))
-    sys.exit(f"error: the config has no field {said}")
+    sys.exit(_no_field(error))
   workdir = flags.DEFINE_string(
       "workdir", None, "Where results go; runs/<config name> by default."
   )
@@ -47,7 +50,8 @@ def main(run, config_file: str) -> None:
   for name in ("config", "workdir", "devices"):  # --help shows the script's own
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
-  def start(_):
+  def start(argv):
+    refuse_words(argv, _loaded(config))
     if not flags.FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # libraries tell much at INFO
     if devices.value is not None:
@@ -72,4 +76,99 @@ def main(run, config_file: str) -> None:
     except KeyboardInterrupt:
       sys.exit(130)
 
-  app.run(start)
+  app.run(start, flags_parser=_parse)
+
+
+def without_words(main):
+  """A main function of flags alone: it refuses whatever is none."""
+  def start(argv):
+    refuse_words(argv)
+    return main(argv)
+
+  return start
+
+
+def refuse_words(argv: Sequence[str], config=None) -> None:
+  """Exits with an error if flags have left words, and says what was meant.
+
+  Args:
+    argv: the script, and the words.
+    config: of the experiment, if it has one.
+  """
+  for word in argv[1:]:
+    meant = _meant(word, config)
+    hint = f": did you mean {meant}?" if meant else ". All flags: --help."
+    sys.exit(f"error: {word!r} is no flag{hint}")
+
+
+def _meant(word: str, config) -> str:
+  """The flag that a word was probably meant to be, or an empty text."""
+  name, is_, value = word.partition("=")
+  there = [
+      flag.name for module, own in flags.FLAGS.flags_by_module_dict().items()
+      for flag in own if not module.startswith("absl.")
+  ]
+  if not is_ and config is not None:
+    if word.endswith(".py"):
+      return f"--config={word}"
+    if (_ROOT / "configs" / f"{word}.py").exists():
+      return f"--config=configs/{word}.py"
+    if word.isdecimal():
+      return f"--devices={word}"
+    if "/" in word or pathlib.Path(word).exists():
+      return f"--workdir={word}"
+  fields = [] if config is None else _fields(config)
+  names = {flag: flag for flag in there}
+  names |= {f"config.{field}": f"config.{field}" for field in fields}
+  names |= {field: f"config.{field}" for field in fields if field not in names}
+  near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+  return f"--{names[near[0]]}{is_}{value}" if near else ""
+
+
+def _fields(config, path: str = "") -> list[str]:
+  """Dotted paths of all fields of a config."""
+  found = []
+  for name in config:
+    found.append(f"{path}{name}")
+    if hasattr(config[name], "to_dict"):
+      found += _fields(config[name], f"{path}{name}.")
+  return found
+
+
+def _parse(argv):
+  """Parses flags; one that is not there is an error that says what was meant.
+  """
+  try:
+    return flags.FLAGS(argv)
+  except AttributeError as error:
+    sys.exit(_no_field(error))
+  except flags.UnrecognizedFlagError as error:
+    word = error.flagvalue.lstrip("-")
+    meant = _meant(word, flags.FLAGS["config"].value)
+    if meant and "Did you mean" not in str(error):
+      sys.exit(f"error: there is no flag --{word}. Did you mean: {meant}")
+    return app.parse_flags_with_usage(argv)
+  except flags.Error:
+    return app.parse_flags_with_usage(argv)
+
+
+def _no_field(error: AttributeError) -> str:
+  said = error.args[0].args[0] if isinstance(error.args[0], KeyError) else (
+      str(error)
+  )
+  return "error: the config has no field " + " ".join(said.split("\n"))
+
+
+def _loaded(config):
+  """The config of a flag; exits with an error if its file is not there."""
+  try:
+    config.value.keys()  # of a file that failed to load, an error
+    return config.value
+  except OSError as error:
+    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    if pathlib.Path(file).exists():
+      raise
+    files = [f"configs/{x.name}" for x in (_ROOT / "configs").glob("*.py")]
+    near = difflib.get_close_matches(file, files, n=1, cutoff=0.6)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise SystemExit(f"error: there is no config {file}.{hint}") from error

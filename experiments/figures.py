@@ -23,6 +23,7 @@ from experiments import bias_batch
 from experiments import bias_matrices
 from experiments import bias_report
 from experiments import bias_training
+from experiments import cli
 from experiments import learning_curves
 from experiments import peers_report
 from experiments import reach_report
@@ -160,4 +161,4 @@ def run(_):
 
 
 if __name__ == "__main__":
-  app.run(run)
+  app.run(cli.without_words(run))

@@ -84,7 +84,8 @@ def run_variant(config, name: str, seed: int, warm, workdir) -> dict:
     shutil.copytree(warm / "checkpoints", folder / "checkpoints",
                     dirs_exist_ok=True)
     shutil.copy(warm / metrics.FILE, folder / metrics.FILE)
-  rows = train.run(variant, folder)
+  # The warm-up's checkpoint is of a run with other phases.
+  rows = train.run(variant, folder, may_differ=("phases",))
   last = variant.phases[-1]
   start = [row for row in rows if row["phase"] != last][-1]
   mine = [row for row in rows if row["phase"] == last]

@@ -161,10 +161,11 @@ def _resume(config, file: pathlib.Path) -> dict:
   if not file.exists():
     return {"config": mine, "prefixes": []}
   results = json.loads(file.read_text())
-  if results["config"] != mine:
+  differ = record.differences(results["config"], mine)
+  if differ:
     raise ValueError(
-        f"{file} holds results of another config: take another --workdir, or "
-        "move it away."
+        f"{file} holds results of another config: {'; '.join(differ)}. Take "
+        "another --workdir, or move it away."
     )
   return results
 

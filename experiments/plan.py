@@ -22,6 +22,7 @@ from branch_replay import config as config_lib
 from branch_replay import plan
 from branch_replay import presets
 from branch_replay.ops import kernels
+from experiments import cli
 from experiments import compile_step
 
 _GIB = plan.GIB
@@ -175,4 +176,4 @@ def _main(_):
 
 if __name__ == "__main__":
   _define_flags()
-  app.run(_main)
+  app.run(cli.without_words(_main))

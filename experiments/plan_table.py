@@ -17,6 +17,7 @@ import types
 from absl import app
 import tqdm
 
+from experiments import cli
 from experiments import plan as planner
 from experiments import record
 
@@ -87,4 +88,4 @@ def run(_):
 
 
 if __name__ == "__main__":
-  app.run(run)
+  app.run(cli.without_words(run))

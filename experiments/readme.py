@@ -14,6 +14,7 @@ import statistics
 
 from absl import app
 
+from experiments import cli
 from experiments import compare_trees
 from experiments import prose
 from experiments import speed_tables
@@ -332,4 +333,4 @@ def run(_):
 
 
 if __name__ == "__main__":
-  app.run(run)
+  app.run(cli.without_words(run))

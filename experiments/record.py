@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every experiment writes down beside its numbers."""
 
+from collections.abc import Sequence
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,8 @@ import sys
 
 import jax
 import ml_collections
+
+from branch_replay.training import json_lines
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -59,31 +62,74 @@ def resume(workdir: pathlib.Path, config: ml_collections.ConfigDict):
     The cases.
 
   Raises:
-    ValueError: the workdir holds cases of another config.
+    ValueError: the workdir holds cases of another config, or a damaged line.
   """
   workdir.mkdir(parents=True, exist_ok=True)
   file, log = workdir / "config.json", workdir / "cases.jsonl"
   mine = json.loads(json.dumps(config.to_dict()))
-  if file.exists() and json.loads(file.read_text()) != mine:
-    raise ValueError(
-        f"{workdir} holds cases of another config: take another --workdir."
-    )
+  if file.exists():
+    differ = differences(json.loads(file.read_text()), mine)
+    if differ:
+      raise ValueError(
+          f"{workdir} holds cases of another config: {'; '.join(differ)}. Take "
+          "another --workdir."
+      )
   write_json(file, mine)
   # A kill may leave half a line at the end: that case is run again.
-  lines = log.read_text().split("\n")[:-1] if log.exists() else []
-  log.write_text("".join(line + "\n" for line in lines))
-  return [json.loads(line) for line in lines]
+  json_lines.mend(log)
+  return json_lines.read(log)
+
+
+def differences(
+    saved: dict, mine: dict, *, free: Sequence[str] = ()
+) -> list[str]:
+  """Fields in which two configs differ, each with both values.
+
+  Args:
+    saved: the config of an earlier run, as JSON gives it back.
+    mine: of this one.
+    free: names of fields that may differ, by their dotted paths.
+
+  Returns:
+    As in "reinforce.steps: 40 there, 60 here"; empty if nothing differs.
+  """
+  there, here = flat(saved), flat(mine)
+  lacking = object()
+  return [
+      f"{name}: {_shown(there, name)} there, {_shown(here, name)} here"
+      for name in dict.fromkeys([*there, *here])
+      if name not in free
+      and there.get(name, lacking) != here.get(name, lacking)
+  ]
+
+
+def flat(config: dict, path: str = "") -> dict:
+  """The fields of a nested config by their dotted paths."""
+  found = {}
+  for name, value in config.items():
+    if isinstance(value, dict) and value:
+      found |= flat(value, f"{path}{name}.")
+    else:
+      found[f"{path}{name}"] = value
+  return found
+
+
+def _shown(fields: dict, name: str) -> str:
+  return repr(fields[name]) if name in fields else "missing"
 
 
 def append(workdir: pathlib.Path, case: dict) -> None:
   """Adds a finished case to those that `resume` finds."""
   with (workdir / "cases.jsonl").open("a") as file:
-    file.write(json.dumps(case) + "\n")
+    file.write(json_lines.dumps(case) + "\n")
 
 
 def write_json(path: pathlib.Path, value) -> None:
-  """Writes in one step: an interrupt leaves the old file or the new one."""
+  """Writes in one step: an interrupt leaves the old file or the new one.
+
+  Numbers that are not finite are null, with a note: see `json_lines`.
+  """
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix(path.suffix + ".partial")
-  temporary.write_text(json.dumps(value, indent=1) + "\n")
+  temporary.write_text(json_lines.dumps(value, indent=1) + "\n")
   temporary.replace(path)

@@ -88,8 +88,8 @@ def sampled(phase, params, number: int) -> list[experience.Experience]:
         key=jax.random.fold_in(jax.random.key(number), place),
         version=0, schedule=phase.learner.schedule,
     )
-    if not advantages.is_dead(one.rewards):
-      batch.append(one)
+    if not advantages.is_dead(one.rewards, one.counted):
+      batch.append(experience.learnt(one))
     if len(batch) == phase.prompts:
       return batch
   raise ValueError(

@@ -9,6 +9,7 @@ where an earlier one was stopped.
   python -m experiments.train --config=configs/train_tiny.py
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
@@ -47,6 +48,13 @@ _POLICY_LOSSES = {
     name: getattr(objectives, name)
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "reinforce")
 }
+# Fields that may change when a run goes on: what it learns does not depend on
+# them. The library checks what may become of the phases and of their steps.
+_HARMLESS = (
+    "devices", "data_dir", "export", "checkpoint_every", "most_skipped",
+    "warn_after", "evaluation.every", "phases",
+)
+_HARMLESS_OF_PHASE = ("steps", "hold")
 # Whose fields are checked where they are used.
 _FREE = ("model", "task", "settings", "schedule")
 _ALGORITHMS = (*_POLICY_LOSSES, "ppo", "dpo", "ipo")
@@ -100,6 +108,8 @@ def build(config: ml_collections.ConfigDict) -> Problem:
       evaluation_of(config, text),
       config.seed,
       config.checkpoint_every,
+      config.most_skipped,
+      config.warn_after,
   )
   return Problem(run, pretrained.params, pretrained)
 
@@ -231,7 +241,8 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
         of.max_tokens, config.seed, rate,
     )
   rollouts = experience.Rollouts(
-      of.branches, of.max_tokens, br.Law(of.temperature), of.hold
+      of.branches, of.max_tokens, br.Law(of.temperature), of.hold,
+      of.truncated,
   )
   return phases_lib.Reinforce(
       name, task, learner(algorithm_of(of)), rollouts, of.steps, of.prompts,
@@ -290,12 +301,16 @@ def algorithm_of(of) -> algorithms.Algorithm:
   raise task_lib.unknown("algorithm", name, _ALGORITHMS)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
+def run(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, *,
+    may_differ: Sequence[str] = (),
+) -> list[dict]:
   """Trains, or goes on training; see the module.
 
   Args:
     config: e.g. configs/train_tiny.py.
     workdir: where everything goes.
+    may_differ: see `loop.train`.
 
   Returns:
     The rows of metrics.jsonl.
@@ -307,16 +322,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
   workdir = pathlib.Path(workdir).resolve()
   mine = json.loads(json.dumps(config.to_dict()))
   file = workdir / "config.json"
-  # Where a run is computed is no part of what it is.
-  if file.exists() and json.loads(file.read_text()) | {"devices": 1} != (
-      mine | {"devices": 1}
-  ):
-    raise ValueError(
-        f"{workdir} holds a run of another config: take another --workdir."
-    )
+  if file.exists():
+    check_same(json.loads(file.read_text()), mine, workdir)
   problem = build(config)
+  if not file.exists():
+    record.write_json(file, mine)
+  params = loop.train(
+      problem.run, problem.params, workdir, may_differ=may_differ
+  )
   record.write_json(file, mine)
-  params = loop.train(problem.run, problem.params, workdir)
   rows = metrics.read(workdir)
   if params is None:
     return rows
@@ -332,6 +346,26 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> list[dict]:
     )
   print(f"Wrote {workdir / metrics.FILE} and more beside it.")
   return rows
+
+
+def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
+  """Raises ValueError, all fields named, for a run of another config.
+
+  Args:
+    saved: the config that the workdir holds.
+    mine: of this run.
+    workdir: for the message.
+  """
+  free = [*_HARMLESS, *(
+      f"{name}.{field}" for name in {*saved["phases"], *mine["phases"]}
+      for field in _HARMLESS_OF_PHASE
+  )]
+  differ = record.differences(saved, mine, free=free)
+  if differ:
+    raise ValueError(
+        f"{workdir} holds a run of another config: {'; '.join(differ)}. Take "
+        "another --workdir, or the values of there."
+    )
 
 
 def summary(config, rows: list[dict]) -> dict:

@@ -40,7 +40,7 @@ def toy(score, *, count=7, **changes):
   ]
   settings = dict(
       name="toy", vocab_size=40, stop_ids=(2, 3), score=score,
-      rows={"train": rows},
+      rows={"train": rows}, verifiable=True,
   )
   return tasks.Task(**(settings | changes))
 
@@ -154,9 +154,9 @@ def failing(example, ids):
         (failing, "failed on the ids.*ZeroDivisionError"),
         (lambda *_: float("nan"), "is nan"),
         (lambda *_: float("inf"), "is inf"),
-        (lambda *_: None, "must be a float, not None"),
-        (lambda *_: "1", "must be a float, not '1' of type str"),
-        (lambda *_: True, "of type bool"),
+        (lambda *_: None, "must be a number or a bool, not None"),
+        (lambda *_: "1", "must be a number or a bool, not '1' of type str"),
+        (lambda *_: 1j, "of type complex"),
         (lambda *_: np.ones(1), "of type ndarray"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_reward_that_is_no_number_names_task_and_example(score, message):
 
 
 def test_numpy_scalars_and_integers_are_numbers():
-  for value in (1, np.float32(1), np.int64(1)):
+  for value in (1, np.float32(1), np.int64(1), True, np.True_, jnp.ones(())):
     task = toy(lambda *_, value=value: value)
     reward = task.reward(task.split("train")[0], [2])
     assert reward == 1.0 and type(reward) is float
@@ -197,6 +197,29 @@ def test_check(changes, message):
     return
   with pytest.raises(ValueError, match=f"'?toy'?.*{message}"):
     tasks.check(task)
+
+
+@pytest.mark.parametrize("score", [
+    lambda _, ids: -0.01 * len(ids),  # a length penalty
+    lambda _, ids: len(ids) > 1,
+    lambda *_: 1e30,
+])
+def test_any_number_is_a_reward_and_answers_need_not_be_known(score):
+  rows = [task_lib.Example(f"asked-{i}", np.array([9, i])) for i in (10, 11)]
+  task = toy(score, rows={"train": rows}, verifiable=False)
+  tasks.check(task)
+  assert task.reward(rows[0], [5, 6, 2]) == float(score(rows[0], [5, 6]))
+  with pytest.raises(ValueError, match="stop ids inside"):
+    tasks.check(dataclasses.replace(task, stop_ids=(99,)))
+
+
+def test_an_answer_that_was_cut_off_is_scored_as_it_stands():
+  """Unless the task says that only one that stops can be right."""
+  task = toy(lambda _, ids: len(ids) / 4, verifiable=False)
+  row = task.split("train")[0]
+  assert task.reward(row, [5, 6, 7]) == 0.75
+  assert task.reward(row, [5, 6, 7, 2]) == 0.75
+  assert dataclasses.replace(task, verifiable=True).reward(row, [5, 6]) == 0.0
 
 
 # Text.

@@ -2,14 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses as `branch_replay.value_and_grad` takes them: sums.
 
-    objective = objectives.grpo()
-    answers = objective.answers(
-        group.mask(), advantages.group_relative(rewards_G),
-        old_log_probs=rollout.log_probs, reference_log_probs=reference_GT,
-    )
-    evaluation, grads = br.value_and_grad(model, objective)(
-        params, group, answers
-    )
+    >>> import branch_replay as br
+    >>> from branch_replay.rl import advantages, objectives
+    >>> model = br.Decoder(br.ModelConfig(
+    ...     vocab_size=64, width=32, num_layers=1, num_heads=2,
+    ...     num_kv_heads=1, head_dim=16, ffn_width=48, max_positions=64))
+    >>> params = model.init(jax.random.key(0), jnp.ones((1, 1), int))["params"]
+    >>> prompt = [5, 6, 7]
+    >>> rollout = br.sample(
+    ...     model, params, prompt, key=jax.random.key(1), branches=4,
+    ...     max_tokens=12, stop_ids=tuple(range(16)))
+    >>> rewards_G = [float(len(tail) > 2) for tail in rollout.tails()]
+    >>> group = br.Group.create(prompt, rollout.tails(), config=model.config)
+    >>> rollout.log_probs.shape, group.tails.shape  # answers that ended early
+    ((4, 12), (4, 8))
+    >>> objective = objectives.grpo(kl_coefficient=0.0)
+    >>> answers = objective.answers(
+    ...     group.mask(), advantages.group_relative(rewards_G),
+    ...     old_log_probs=rollout.log_probs_of(group))
+    >>> evaluation, grads = br.value_and_grad(model, objective)(
+    ...     params, group, answers)
+    >>> sorted(grads) == sorted(params)
+    True
+
+With a `kl_coefficient` above 0 it takes `reference_log_probs` as well, as
+`br.log_probs` gives them of this group under the parameters of the reference.
 
 `answers` settles the weight of every token for all branches at once, so the
 loss of any part is Σ w · loss and no split changes the gradient. Objectives
@@ -101,7 +118,7 @@ class PolicyLoss:
       mask_GT: bool[..., G, T], the tokens that are trained: `group.mask()`, or
         less of it.
       advantages: [..., G], or [..., G, T].
-      old_log_probs: where there is a ratio; `rollout.log_probs`.
+      old_log_probs: where there is a ratio; `rollout.log_probs_of(group)`.
       reference_log_probs: where there is a KL penalty.
 
     Returns:
@@ -119,6 +136,14 @@ class PolicyLoss:
         raise ValueError(
             f"A loss of ratio={self.ratio!r} and kl_coefficient="
             f"{self.kl_coefficient} {need} {name}."
+        )
+      if wanted and jnp.shape(value)[:-1] == jnp.shape(mask_GT)[:-1] and (
+          jnp.shape(value)[-1:] != jnp.shape(mask_GT)[-1:]
+      ):
+        raise ValueError(
+            f"{name} has shape {jnp.shape(value)} and mask "
+            f"{jnp.shape(mask_GT)}: a group pads its answers to a length of "
+            "its own. rollout.log_probs_of(group) is as long as it."
         )
       if wanted:
         checks.check_mask(mask_GT, **{name: value})

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import group as group_lib
 from branch_replay import state as state_lib
 
 
@@ -88,6 +89,42 @@ class Rollout:
         row[:length].tolist()
         for row, length in zip(tokens, lengths, strict=True)
     ]
+
+
+  def log_probs_of(self, group: group_lib.Group) -> jax.Array:
+    """The log-probs as a group of these answers has its tails, f[G, T'].
+
+    `Group.create` pads answers to a length of its own, which is not the
+    rollout's: this is what an objective takes as `old_log_probs` beside
+    `group.mask()`.
+
+    Args:
+      group: with the rollout's answers as its tails, in their order; branches
+        that pad it have 0.
+
+    Raises:
+      ValueError: other answers.
+    """
+    mine, theirs = self.tails(), _tails(group)
+    if theirs[: len(mine)] != mine or any(theirs[len(mine) :]):
+      raise ValueError(
+          f"The group has {len(theirs)} tails of lengths {[*map(len, theirs)]} "
+          f"and the rollout {len(mine)} answers of {[*map(len, mine)]}: they "
+          "must be the same ids in the same order, as in Group.create(prompt, "
+          "rollout.tails(), config=model.config)."
+      )
+    (rows, width), room = group.tails.shape, self.log_probs.shape[1]
+    padded_GT = jnp.pad(
+        self.log_probs, ((0, rows - len(mine)), (0, max(0, width - room)))
+    )[:, :width]
+    return jnp.where(group.mask(), padded_GT, 0)
+
+
+def _tails(group: group_lib.Group) -> list[list[int]]:
+  tails, lengths = np.asarray(group.tails), np.asarray(group.tail_lengths)
+  return [
+      row[:length].tolist() for row, length in zip(tails, lengths, strict=True)
+  ]
 
 
 def empty(branches: int, room: int, dtype) -> Rollout:

@@ -19,7 +19,9 @@ A rollout is a pure function of parameters, prompt and key: how it is computed
 from collections.abc import Mapping
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from branch_replay import group as group_lib
 from branch_replay import prefix
@@ -82,8 +84,8 @@ def sample(
 
   Raises:
     ValueError: an empty prompt or group, ids outside the vocabulary, more
-      positions than the model has, drafts without a drafter, or a state or
-      layers of other parameters.
+      positions than the model has, drafts without a drafter, a state or layers
+      of other parameters, or log-probs that are not finite.
   """
   config = model.config
   if isinstance(prompt, group_lib.Group):
@@ -121,11 +123,35 @@ def sample(
       model, law, inputs, drafter if any(draft_lengths.values()) else None,
       draft_lengths, branches=branches, room=group_lib.bucket(max_tokens),
   )
+  _check_finite(rollout, params, state)
   return dataclasses.replace(
       rollout,
       tokens=rollout.tokens[:, :max_tokens],
       log_probs=rollout.log_probs[:, :max_tokens],
       state=state,
+  )
+
+
+def _check_finite(rollout: Rollout, params, state) -> None:
+  """Raises ValueError for answers that were drawn from no distribution."""
+  fine_GT = np.isfinite(np.asarray(rollout.log_probs))
+  if fine_GT.all():
+    return
+  row, token = np.argwhere(~fine_GT)[0].tolist()
+  bad = [
+      f"{where}{jax.tree_util.keystr(path)}"
+      for where, tree in (("params", params), ("state", state.mixer))
+      for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+      if not bool(jnp.all(jnp.isfinite(leaf)))
+  ]
+  why = (
+      f"NaN or infinity in {', '.join(bad[:4])}" if bad else
+      "the parameters are finite, so the model overflows in its compute_dtype"
+  )
+  raise ValueError(
+      f"{int((~fine_GT).sum())} log-probs of sampled tokens are not finite, "
+      f"the first one of branch {row}, token {token}: {why}. Nothing can be "
+      "sampled from them."
   )
 
 

@@ -43,6 +43,7 @@ class Recipe(abc.ABC):
 
   name: ClassVar[str]
   rows_builder: ClassVar[type["Rows"]]
+  verifiable: ClassVar[bool] = True  # see `task.Task`
 
   seed: int = 0
   train: int = 2048
@@ -80,7 +81,7 @@ class Recipe(abc.ABC):
     """A task of this recipe's reward and the given rows."""
     return task_lib.Task(
         self.name, text.vocab_size, tuple(text.stop_ids), self.scorer(text),
-        rows,
+        rows, verifiable=self.verifiable,
     )
 
 
@@ -151,8 +152,10 @@ def as_row(example: task_lib.Example) -> dict:
   return {
       "id": example.id,
       "prompt_ids": np.asarray(example.prompt_ids, np.int32),
-      "answer_ids": np.asarray(example.answer_ids, np.int32),
-      "answer": example.answer,
+      "answer_ids": np.asarray(
+          [] if example.answer_ids is None else example.answer_ids, np.int32
+      ),
+      "answer": example.answer or "",
       "details": json.dumps(example.details, sort_keys=True),
   }
 
@@ -163,6 +166,10 @@ def as_example(row) -> task_lib.Example:
       value.decode() if isinstance(value, bytes) else value
       for value in (row["id"], row["answer"], row["details"])
   )
+  if not row["answer_ids"].size:  # none is known: a right one has a stop id
+    return task_lib.Example(
+        id_, row["prompt_ids"], details=json.loads(details)
+    )
   return task_lib.Example(
       id_, row["prompt_ids"], row["answer_ids"], answer, json.loads(details)
   )

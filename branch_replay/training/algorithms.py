@@ -115,11 +115,13 @@ class PolicyGradient:
       leading axes [N, G].
     """
     rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
+    # An answer of no tokens is none: others are not compared with it.
+    there_NG = jnp.stack([one.group.tail_lengths > 0 for one in batch])
     if self.advantage == "leave_one_out":
-      advantages_NG = advantages.leave_one_out(rewards_NG)
+      advantages_NG = advantages.leave_one_out(rewards_NG, there_NG)
     else:
       advantages_NG = advantages.group_relative(
-          rewards_NG, normalize=self.advantage == "group_relative"
+          rewards_NG, there_NG, normalize=self.advantage == "group_relative"
       )
     ratio = self.objective.ratio != "none"
     answers = self.objective.answers(
@@ -235,7 +237,9 @@ class Preference:
     """See `PolicyGradient.prepare`; answers are in the order of pairs."""
     arranged, references, kept = [], [], []
     for one, reference in zip(batch, known.reference, strict=True):
-      rows, real = pairs(one.rewards)
+      rows, real = pairs(
+          one.rewards, np.asarray(one.group.tail_lengths) > 0
+      )
       one, reference = experience_lib.take(one, rows, reference)
       arranged.append(one)
       references.append(reference)
@@ -263,21 +267,30 @@ _gae = jax.jit(advantages.gae, static_argnames=("discount", "trace"))
 Algorithm = Supervised | PolicyGradient | ProximalPolicy | Preference
 
 
-def pairs(rewards_G: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pairs(
+    rewards_G: np.ndarray, there_G: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
   """Rows in pairs, a better answer and a worse one, and which pairs are real.
 
   Args:
     rewards_G: of an even number of answers.
+    there_G: bool[G], the answers that are paired; None for all.
 
   Returns:
     rows, i[G], places of answers; real, bool[G], false for both rows of a pair
-    of equal rewards.
+    of equal rewards, and for rows that have no partner.
   """
+  if there_G is None:
+    there_G = np.ones(rewards_G.shape, bool)
   order = np.argsort(-rewards_G, kind="stable")
-  half = order.size // 2
-  better, worse = order[:half], order[::-1][:half]
-  real = rewards_G[better] > rewards_G[worse]
-  return np.stack([better, worse], 1).reshape(-1), np.repeat(real, 2)
+  paired, rest = order[there_G[order]], order[~there_G[order]]
+  half = paired.size // 2
+  better, worse = paired[:half], paired[::-1][:half]
+  real = np.zeros(order.size, bool)
+  real[: 2 * half] = np.repeat(rewards_G[better] > rewards_G[worse], 2)
+  rows = np.stack([better, worse], 1).reshape(-1)
+  middle = paired[half : paired.size - half]
+  return np.concatenate([rows, middle, rest]), real
 
 
 def policy_report(objective, log_probs_NGT, sampled_NGT, answers) -> dict:

@@ -24,6 +24,7 @@ from branch_replay.schedule import Schedule
 from branch_replay.tasks import task as task_lib
 
 Hold = Literal["nothing", "state", "activations"]
+Truncated = Literal["score", "zero", "leave_out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +40,18 @@ class Rollouts:
       the prefix's "activations" too, so that the prefix pass does not run it
       again, or "nothing", which captures once more and has the memory of one
       state however many prompts a step has.
+    truncated: what an answer is worth that reached `max_tokens` before it
+      stopped: what the task's reward says of it as it stands, "score" (a
+      verifiable task says 0); 0, "zero"; or it is left out of learning,
+      "leave_out": it has no weight in the loss and no part in what the others
+      of its group are compared with.
   """
 
   branches: int
   max_tokens: int
   law: law_lib.Law = law_lib.Law()
   hold: Hold = "state"
+  truncated: Truncated = "score"
 
   def __post_init__(self):
     if self.branches < 1 or self.max_tokens < 1:
@@ -52,10 +59,13 @@ class Rollouts:
           f"branches={self.branches} and max_tokens={self.max_tokens} must be "
           "at least 1."
       )
-    if self.hold not in get_args(Hold):
-      raise ValueError(
-          f"Unknown hold={self.hold!r}: use one of {', '.join(get_args(Hold))}."
-      )
+    for field, allowed in (("hold", Hold), ("truncated", Truncated)):
+      value = getattr(self, field)
+      if value not in get_args(allowed):
+        raise ValueError(
+            f"Unknown {field}={value!r}: use one of "
+            f"{', '.join(get_args(allowed))}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,9 +76,10 @@ class Experience:
     id: of the example.
     group: prompt and answers, tails [G, T].
     log_probs: f32[G, T], of the sampler at its temperature.
-    rewards: f32[G].
+    rewards: f32[G]; 0 for an answer that is left out.
     finished: bool[G], whether a stop id ended the answer.
     state: the captured prefix, if it is held.
+    counts: bool[G], whether the answer is learnt from; None for all.
   """
 
   id: str
@@ -77,6 +88,14 @@ class Experience:
   rewards: np.ndarray
   finished: np.ndarray
   state: state_lib.PrefixState | None = None
+  counts: np.ndarray | None = None
+
+  @property
+  def counted(self) -> np.ndarray:
+    """bool[G], whether an answer is learnt from."""
+    if self.counts is None:
+      return np.ones(self.rewards.shape, bool)
+    return self.counts
 
 
 def collect(
@@ -132,22 +151,39 @@ def collect(
   group = dataclasses.replace(
       prompt, tails=jnp.asarray(tokens), tail_lengths=jnp.asarray(lengths)
   )
-  rewards = advantages.check_rewards(
-      [
-          task.reward(example, row[:length])
-          for row, length in zip(tokens, lengths, strict=True)
-      ],
-      (rollouts.branches,),
-  )
+  asked = finished | (rollouts.truncated == "score")
+  rewards = [
+      task.reward(example, row[:length]) if ask else 0.0
+      for row, length, ask in zip(tokens, lengths, asked, strict=True)
+  ]
+  # As float32 they are learnt from: one that is too large for it is caught too.
+  with np.errstate(over="ignore"):
+    rewards = np.asarray(rewards, np.float32)
+  rewards = advantages.check_rewards(rewards, (rollouts.branches,))
   return Experience(
-      example.id, group, log_probs, rewards.astype(np.float32), finished,
+      example.id, group, log_probs, rewards, finished,
       None if rollouts.hold == "nothing" else state,
+      finished if rollouts.truncated == "leave_out" else None,
   )
 
 
 def bare(one: Experience) -> Experience:
   """The experience without the state it holds."""
   return dataclasses.replace(one, state=None)
+
+
+def learnt(one: Experience) -> Experience:
+  """The experience with an answer of no tokens for every one that is left out.
+
+  Nothing is learnt from an empty answer: it has no weight in a loss, and no
+  part in what others are compared with.
+  """
+  if one.counted.all():
+    return one
+  lengths = jnp.where(jnp.asarray(one.counted), one.group.tail_lengths, 0)
+  return dataclasses.replace(
+      one, group=dataclasses.replace(one.group, tail_lengths=lengths)
+  )
 
 
 def recapture(
@@ -190,8 +226,9 @@ def given(
     The experience, its reward 1.
 
   Raises:
-    ValueError: a longer answer.
+    ValueError: a longer answer, or none.
   """
+  check_answer(example)
   answer = np.asarray(example.answer_ids)
   if answer.size > width:
     raise ValueError(
@@ -208,6 +245,15 @@ def given(
       np.zeros((1, width), np.float32), np.ones(1, np.float32),
       np.ones(1, bool),
   )
+
+
+def check_answer(example: task_lib.Example) -> None:
+  """Raises ValueError for an example without an answer to learn from."""
+  if example.answer_ids is None:
+    raise ValueError(
+        f"Example {example.id!r} has no answer_ids to learn from: a supervised "
+        "phase needs them in every row. Reinforcement does not."
+    )
 
 
 def width(batch: Sequence[Experience]) -> int:
@@ -244,5 +290,6 @@ def take(one: Experience, rows: np.ndarray, arrays: Any = ()):
   taken = dataclasses.replace(
       one, group=group, log_probs=one.log_probs[rows],
       rewards=one.rewards[rows], finished=one.finished[rows],
+      counts=None if one.counts is None else one.counts[rows],
   )
   return taken, jax.tree.map(lambda x: x[rows], arrays)

@@ -5,7 +5,8 @@
 Every random number is a function of the seed and the step, and a checkpoint
 holds all that a step depends on. A run that was stopped, by a signal or by
 force, goes on from its latest checkpoint and ends with the same parameters, bit
-for bit, as one that was not.
+for bit, as one that was not. The checkpoint says what the run was; one that has
+become another run is refused.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import pathlib
 import signal
 import threading
 from typing import Any
+import warnings
 
 import jax
 import tqdm
@@ -22,9 +24,11 @@ import tqdm
 from branch_replay.models import decoder
 from branch_replay.tasks import task as task_lib
 from branch_replay.training import actor_critic
+from branch_replay.training import alarms
 from branch_replay.training import algorithms
 from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience
+from branch_replay.training import identity
 from branch_replay.training import metrics
 from branch_replay.training import phases as phases_lib
 from branch_replay.training import step as step_lib
@@ -56,6 +60,11 @@ class Evaluation:
           f"prompts={self.prompts} of {there} in {self.split!r}, every="
           f"{self.every}: at least 1 of each, and no more than there are."
       )
+    if self.rollouts.truncated == "leave_out":
+      raise ValueError(
+          "truncated='leave_out' is for learning: held-out answers that are "
+          "cut off must count. Evaluate with 'score' or 'zero'."
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +78,11 @@ class Run:
     seed: of everything that is drawn.
     checkpoint_every: steps from one checkpoint to the next; the last step of
       the run is always saved.
+    most_skipped: updates that may be skipped in a row because loss or gradient
+      is not finite; after as many the run saves its last good parameters and
+      stops with an error.
+    warn_after: steps in a row without anything to learn from, or without an
+      answer that stopped, after which the run warns; 0 for never.
   """
 
   model: decoder.Decoder
@@ -76,6 +90,8 @@ class Run:
   evaluation: Evaluation
   seed: int
   checkpoint_every: int
+  most_skipped: int = 5
+  warn_after: int = 10
 
   def __post_init__(self):
     if not self.phases or any(phase.steps < 1 for phase in self.phases):
@@ -84,10 +100,13 @@ class Run:
         self.model.config, self.evaluation.task, self.evaluation.split,
         self.evaluation.rollouts,
     )
-    if self.checkpoint_every < 1:
-      raise ValueError(
-          f"checkpoint_every must be at least 1, not {self.checkpoint_every}."
-      )
+    for field, least in (
+        ("checkpoint_every", 1), ("most_skipped", 1), ("warn_after", 0),
+    ):
+      if getattr(self, field) < least:
+        raise ValueError(
+            f"{field} must be at least {least}, not {getattr(self, field)}."
+        )
 
   @property
   def steps(self) -> int:
@@ -106,23 +125,35 @@ class Run:
     return len(self.phases) - 1, self.phases[-1].steps
 
 
-def train(run: Run, params, workdir: pathlib.Path) -> Any:
+def train(
+    run: Run, params, workdir: pathlib.Path, *, may_differ: Sequence[str] = ()
+) -> Any:
   """Runs to the end, from where an earlier run in the same folder stopped.
+
+  A run that is gone on with must be what it was when it was saved, see
+  `identity`. What may change: devices, `hold`, drafting, how often there is an
+  evaluation, a checkpoint or a warning, the steps of the phase that it is in,
+  and phases that are added at the end.
 
   Args:
     run: see `Run`.
     params: before the first step, on one device; read if there is no checkpoint
       yet, and left as they are.
     workdir: of metrics.jsonl, TensorBoard's files and checkpoints.
+    may_differ: further parts of a run that may be others than they were, by
+      their paths as an error names them, as in "phases[0].learner.optimizer".
 
   Returns:
     The trained parameters, without a value head; None if the run was stopped
     by a signal, after it has saved where it is.
 
   Raises:
-    ValueError: checkpoints of another run.
+    ValueError: checkpoints of another run, all of whose differences are named;
+      a damaged line of metrics.jsonl; parameters that are not finite, or as
+      many updates in a row that would have made them so as `run` allows.
   """
   workdir = pathlib.Path(workdir)
+  about = identity.of_run(run)
   with contextlib.ExitStack() as stack:
     checkpoints = stack.enter_context(
         checkpoints_lib.Checkpoints(workdir / "checkpoints")
@@ -132,7 +163,10 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
       if one.speculator is not None:
         where = workdir / "drafter" / one.name
         stack.enter_context(one.speculator.at(where, params))
-    train_state, reference, progress = _begin(run, params, checkpoints)
+    train_state, reference, progress = _begin(
+        run, params, checkpoints, about, may_differ
+    )
+    streaks = alarms.Streaks()
     # Of a run that begins, the row of step 0 is written again.
     log = stack.enter_context(
         metrics.Log(workdir, start=progress.step or -1)
@@ -159,6 +193,17 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
       done = progress.step + 1
       progress = checkpoints_lib.Progress(done, outcome.position, run.seed)
       scalars = dict(outcome.scalars)
+      skipped = int(train_state.skipped)
+      if skipped >= run.most_skipped:
+        log.write(done, phase.name, scalars)
+        _save_drafters(run)
+        checkpoints.save(train_state, progress, about)
+        raise ValueError(_not_finite(run, phase, done, skipped, outcome))
+      streaks, found = alarms.observe(
+          streaks, scalars, after=run.warn_after, compares=_compares(phase)
+      )
+      for text in found:
+        warnings.warn(f"Step {done}, {phase.name!r}: {text}", stacklevel=2)
       if done % run.evaluation.every == 0 or place + 1 == phase.steps:
         with phases_lib.Clock() as clock:
           scalars["eval/reward"] = _evaluate(run, train_state, phase)
@@ -170,10 +215,10 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
       bar.set_postfix(_shown(scalars), refresh=False)
       bar.update()
       if saves:
-        checkpoints.save(train_state, progress)
+        checkpoints.save(train_state, progress, about)
     if stop.requested and progress.step < run.steps:
       _save_drafters(run)
-      checkpoints.save(train_state, progress)
+      checkpoints.save(train_state, progress, about)
       print(
           f"Stopped after step {progress.step} of {run.steps}; the same "
           "command goes on from there."
@@ -182,19 +227,29 @@ def train(run: Run, params, workdir: pathlib.Path) -> Any:
     return actor_critic.without_head(train_state.params)
 
 
-def _begin(run, params, checkpoints):
+def _begin(run, params, checkpoints, about, may_differ):
   """Train state, reference and progress, new or as they were saved."""
-  progress = checkpoints.progress()
-  if progress is None:
-    params = jax.tree.map(lambda x: x.copy(), params)  # a step donates them
-    train_state, reference = _enter(run, 0, params, checkpoints)
-    return train_state, reference, checkpoints_lib.Progress(0, 0, run.seed)
-  if progress.seed != run.seed or progress.step > run.steps:
-    raise ValueError(
-        f"The checkpoint is of seed {progress.seed} and step {progress.step}; "
-        f"this run has seed {run.seed} and {run.steps} steps. Take another "
-        "workdir."
-    )
+  checkpoints.recover()
+  while (progress := checkpoints.progress()) is not None:
+    if progress.seed != run.seed or progress.step > run.steps:
+      raise ValueError(
+          f"The checkpoint is of seed {progress.seed} and step {progress.step};"
+          f" this run has seed {run.seed} and {run.steps} steps. Take another "
+          "workdir."
+      )
+    identity.check(checkpoints.run(), about, progress.step, may_differ)
+    try:
+      return *_restored(run, params, checkpoints, progress), progress
+    except checkpoints_lib.Damaged as error:
+      checkpoints.set_aside(progress.step, str(error))
+  checkpoints_lib.check_finite(params, "params, before the first step,")
+  params = jax.tree.map(lambda x: x.copy(), params)  # a step donates them
+  train_state, reference = _enter(run, 0, params, checkpoints)
+  return train_state, reference, checkpoints_lib.Progress(0, 0, run.seed)
+
+
+def _restored(run, params, checkpoints, progress):
+  """Train state and reference of the latest checkpoint."""
   # A checkpoint belongs to the phase of the step before it.
   number, _ = run.place(progress.step - 1)
   phase = run.phases[number]
@@ -218,7 +273,7 @@ def _begin(run, params, checkpoints):
     reference = checkpoints.restore_reference(
         number, checkpoints_lib.shapes(like.params, of_params)
     )
-  return train_state, reference, progress
+  return train_state, reference
 
 
 def _enter(run, number: int, params, checkpoints):
@@ -242,6 +297,31 @@ def _with_head(phase, params):
 
 def _needs_reference(phase) -> bool:
   return phase.learner.algorithm.needs_reference
+
+
+def _compares(phase) -> bool:
+  """Whether nothing is learnt from answers that are all as good."""
+  return isinstance(
+      phase.learner.algorithm,
+      (algorithms.PolicyGradient, algorithms.Preference),
+  )
+
+
+def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
+  """What the run that stops says of the batch it stops at."""
+  said = {
+      name: outcome.scalars[name] for name in ("loss", "grad_norm")
+      if name in outcome.scalars
+  }
+  ids = outcome.examples
+  shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" * (len(ids) > 8))
+  return (
+      f"{skipped} updates in a row were skipped, as many as most_skipped="
+      f"{run.most_skipped} allows, because loss or gradient is not finite: "
+      f"stopped at step {done}, phase {phase.name!r}, {said}, examples {shown}."
+      " The parameters before them are saved. Lower the learning rate, clip "
+      "the gradient, or look at these examples and their rewards."
+  )
 
 
 def _evaluate(run: Run, train_state, phase) -> float:

@@ -35,11 +35,13 @@ class Outcome(NamedTuple):
     train_state: after it.
     position: of the next example.
     scalars: what to log, by name.
+    examples: ids of the examples that were learnt from.
   """
 
   train_state: step_lib.TrainState
   position: int
   scalars: dict[str, float]
+  examples: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +73,10 @@ class Supervised:
     if self.prompts < 1:
       raise ValueError(f"prompts must be at least 1, not {self.prompts}.")
     rows = self.task.split("train")
-    longest = max(
-        rows[at].answer_ids.size for at in range(min(_LOOKED_AT, len(rows)))
-    )
+    looked_at = [rows[at] for at in range(min(_LOOKED_AT, len(rows)))]
+    for row in looked_at:
+      experience_lib.check_answer(row)
+    longest = max(len(row.answer_ids) for row in looked_at)
     if self.max_tokens < longest:
       raise ValueError(
           f"max_tokens={self.max_tokens} of phase {self.name!r}: there are "
@@ -102,8 +105,10 @@ class Supervised:
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
             "learning_rate": float(self.schedule(version)),
+            "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
         },
+        tuple(one.id for one in batch),
     )
 
 
@@ -188,12 +193,13 @@ class Reinforce:
         drafting = self.speculator.study(params, batch, version=version)
       drafting["time/draft"] = studying.seconds
     with Clock() as learning:
+      batch = [experience_lib.learnt(one) for one in batch]
       tokens = experience_lib.width(batch)
       batch = [experience_lib.trim(one, tokens) for one in batch]
       known = self.learner.know(
           train_state.params, batch, version=version, reference=reference
       )
-      size, updates = self.prompts // self.updates, []
+      size, updates, skipped = self.prompts // self.updates, [], []
       for number in range(self.epochs * self.updates):
         fresh = number % self.capture_every == 0
         if number and fresh:
@@ -210,6 +216,7 @@ class Reinforce:
             stale=not fresh,
         )
         train_state = update.train_state
+        skipped.append(train_state.skipped > 0)  # before it is donated
         if self.capture_every == 1:  # these states have had their only use
           batch[here] = [experience_lib.bare(one) for one in batch[here]]
         updates.append(update)
@@ -224,8 +231,10 @@ class Reinforce:
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
             **mismatch(updates[0].report),
             "learning_rate": float(self.schedule(version)),
+            "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
         },
+        tuple(one.id for one in batch),
     )
 
   def _sample(self, params, position, key, version):
@@ -241,7 +250,7 @@ class Reinforce:
       )
       drawn.append(experience_lib.bare(one))
       left = (self.most_prompts or self.prompts) - len(drawn)
-      alive = not advantages.is_dead(one.rewards)
+      alive = not advantages.is_dead(one.rewards, one.counted)
       if alive or self.prompts - len(batch) > left:
         batch.append(one)
       if len(batch) == self.prompts:
@@ -265,13 +274,15 @@ class Reinforce:
   def _seen(self, drawn) -> dict[str, float]:
     """Of everything that was sampled, whether it is learnt from or not."""
     rewards = np.stack([one.rewards for one in drawn])
+    counted = np.stack([one.counted for one in drawn])
     lengths = np.stack([one.group.tail_lengths for one in drawn])
     log_probs = np.stack([one.log_probs for one in drawn])
-    of_rewards = as_floats(metrics.rewards(rewards))
+    of_rewards = as_floats(metrics.rewards(rewards, counted))
     return {
         "reward/mean": of_rewards["reward_mean"],
         "reward/spread": of_rewards["reward_spread"],
-        "dead_groups": of_rewards["dead_groups"],
+        # Those of whose answers none counts, too.
+        "dead_groups": float(np.mean(advantages.is_dead(rewards, counted))),
         **as_floats(metrics.answers(
             lengths, np.stack([one.finished for one in drawn])
         )),

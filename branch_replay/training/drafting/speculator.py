@@ -16,11 +16,11 @@ while lessons and measured speeds are collected anew.
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import json
 import pathlib
 import time
 from typing import Literal
 from typing import get_args
+import warnings
 
 import jax
 import numpy as np
@@ -36,7 +36,10 @@ from branch_replay.rollout.drafters import learned as learned_lib
 from branch_replay.rollout.drafters import ngram
 from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
 from branch_replay.schedule import Schedule
+from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience as experience_lib
+from branch_replay.training import json_lines
+from branch_replay.training import step_folders
 from branch_replay.training.drafting import buffer as buffer_lib
 from branch_replay.training.drafting import lessons as lessons_lib
 from branch_replay.training.drafting import trainer as trainer_lib
@@ -44,6 +47,7 @@ from branch_replay.training.drafting import watch as watch_lib
 
 Kind = Literal["ngram", "learned"]
 DECISIONS = "decisions.jsonl"
+_ITEMS = ("default",)  # that orbax makes of a saved version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +262,9 @@ class Speculator:
   def at(self, directory: pathlib.Path, params):
     """Keeps its log and its drafter in a folder, and reads what is there.
 
+    A version that cannot be read is moved aside, with a warning, and the
+    drafter begins anew: nothing but speed depends on it.
+
     Args:
       directory: made if needed.
       params: of the model, or their shapes.
@@ -265,33 +272,62 @@ class Speculator:
     directory = pathlib.Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+      json_lines.mend(directory / DECISIONS)
       # A line at a time: sampling may end at any.
       self._log = stack.enter_context(
           (directory / DECISIONS).open("a", buffering=1)
       )
       stack.callback(setattr, self, "_log", None)
       if self._studies is not None:
+        versions = directory / "versions"
+        for version in step_folders.numbered(versions):
+          if why := step_folders.lacks(versions / str(version), _ITEMS):
+            step_folders.set_aside(versions, version, why)
         self._checkpoints = stack.enter_context(ocp.CheckpointManager(
-            directory / "versions",
+            versions,
             options=ocp.CheckpointManagerOptions(max_to_keep=1, create=True),
         ))
-        version = self._checkpoints.latest_step()
-        if version is not None:
-          self._restore(version, params)
+        for version in step_folders.numbered(versions):
+          try:
+            self._restore(version, params)
+            break
+          except Exception as error:  # of many kinds, by what is damaged
+            step_folders.set_aside(
+                versions, version, f"it is no drafter of this run ({error})"
+            )
+            self._checkpoints.reload()
       yield self
       if self._studies is not None:
         self._checkpoints.wait_until_finished()
 
   def save(self) -> float:
-    """Writes the drafter alone, in the background; seconds that it blocks."""
+    """Writes the drafter alone, in the background; seconds that it blocks.
+
+    One that is not finite is not saved, which is warned of.
+
+    Raises:
+      ValueError: nothing was written.
+    """
     began = time.monotonic()
     if self._studies is not None and self._trained is not None:
       version = int(self._trained.version)
-      if version != self._checkpoints.latest_step():
-        self._checkpoints.save(
+      if version != self._checkpoints.latest_step() and self._is_finite():
+        if not self._checkpoints.save(
             version, args=ocp.args.StandardSave(self._saved())
-        )
+        ):
+          raise ValueError(
+              f"Nothing was saved of version {version} of the drafter: "
+              f"{self._checkpoints.directory} has later ones. Move them away."
+          )
     return time.monotonic() - began
+
+  def _is_finite(self) -> bool:
+    try:
+      checkpoints_lib.check_finite(self._trained.params, "The drafter")
+    except ValueError as error:
+      warnings.warn(str(error), stacklevel=3)
+      return False
+    return True
 
   def _saved(self) -> dict:
     return {
@@ -324,4 +360,4 @@ class Speculator:
   def _write(self, decisions: list[tuner_lib.Decision]) -> None:
     if self._log is not None:
       for one in decisions:
-        self._log.write(json.dumps(one._asdict()) + "\n")
+        self._log.write(json_lines.dumps(one._asdict()) + "\n")

@@ -1,0 +1,274 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is, as JSON, to be compared with what a checkpoint says it was.
+
+A description goes through everything that a run's result depends on: the
+fields of its dataclasses, and of a function, as optimizers and schedules are,
+its name, the values it closes over and the numbers in its code. So a learning
+rate that is hidden in an optimizer counts like any other field.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import copy
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import math
+import types
+from typing import Any
+import warnings
+
+import numpy as np
+
+from branch_replay.tasks import task as task_lib
+from branch_replay.tasks import text as text_lib
+
+_ROWS = 256  # of a split, that its digest reads
+_SMALL = 1 << 16  # numbers of an array whose values are compared
+# Fields that change no result, by the class that has them; and the model of a
+# learner, which is the run's.
+_FREE = {
+    "Schedule": ("layout",),
+    "Rollouts": ("hold",),
+    "Learner": ("model",),
+    "Evaluation": ("every",),
+    "Supervised": ("schedule",),  # of the log
+    "Reinforce": ("schedule", "speculator"),
+}
+
+
+def of_run(run) -> dict:
+  """A `loop.Run` as JSON; see the module."""
+  return {
+      "seed": run.seed,
+      "model": describe(run.model.config),
+      "phases": [
+          describe(phase) | {"type": _kind(type(phase))} for phase in run.phases
+      ],
+      "evaluation": describe(run.evaluation),
+  }
+
+
+def check(
+    there: dict | None, here: dict, step: int, may_differ: Sequence[str] = ()
+) -> None:
+  """Refuses to go on with a run as another one.
+
+  Steps of the phase that the run is in may change, down to those that are done,
+  and phases may be added at the end.
+
+  Args:
+    there: `of_run` of the run that was saved; None where that is not known,
+      which is warned of.
+    here: `of_run` of this one.
+    step: that the saved one has done, of all phases.
+    may_differ: paths of what may differ besides.
+
+  Raises:
+    ValueError: they differ; every difference is named, with both values.
+  """
+  if there is None:
+    warnings.warn(
+        "The checkpoint does not say what run it is of: that it is of this one "
+        "was not checked.", stacklevel=2,
+    )
+    return
+  there, here = copy.deepcopy(there), copy.deepcopy(here)
+  before, phases = 0, list(zip(there["phases"], here["phases"], strict=False))
+  for saved, mine in phases:
+    steps = saved["steps"]
+    if before < step <= before + steps and mine["steps"] >= step - before:
+      mine["steps"] = steps
+    before += steps
+  here["phases"] = here["phases"][: len(there["phases"])]
+  found = [
+      f"{path}: {_shown(one)} there, {_shown(other)} here"
+      for path, one, other in differences(there, here)
+      if not any(_within(path, free) for free in may_differ)
+  ]
+  if found:
+    advice = (
+        " A learning rate that falls until the last update changes with the "
+        "steps: only a run whose rate ends constant can be extended."
+        if any(".optimizer" in one for one in found) else ""
+    )
+    more = f"; and {len(found) - 8} more" * (len(found) > 8)
+    raise ValueError(
+        f"The checkpoint of step {step} is of another run: "
+        f"{'; '.join(found[:8])}{more}. Take another workdir, or the settings "
+        f"of then.{advice}"
+    )
+
+
+def _within(path: str, of: str) -> bool:
+  return path == of or path.startswith((f"{of}.", f"{of}["))
+
+
+def _shown(value) -> str:
+  text = repr(value)
+  return text if len(text) <= 120 else f"{text[:120]}…"
+
+
+def _kind(kind: type) -> str:
+  """The name of a class, or of the one of this package that it extends."""
+  ours = (x for x in kind.__mro__ if x.__module__.startswith("branch_replay."))
+  return next(ours, kind).__qualname__
+
+
+def describe(
+    value: Any, *, fluid: bool = True, _inside: tuple[int, ...] = ()
+) -> Any:
+  """A value as JSON: equal values, made in other processes, are equal there.
+
+  Args:
+    value: anything; of an object that is none of numbers, text, containers,
+      arrays, dataclasses and functions, the type alone counts.
+    fluid: whether lists, dicts and sets count by what they hold. A reward may
+      keep a memory in one, which grows while it is used.
+  """
+  if isinstance(value, enum.Enum):
+    return f"{type(value).__qualname__}.{value.name}"
+  if isinstance(value, (bool, str, int, type(None))):
+    return value
+  if isinstance(value, (float, np.number)):
+    value = value.item() if isinstance(value, np.number) else value
+    return value if math.isfinite(value) else str(value)
+  if id(value) in _inside:
+    return "…"
+  inner = functools.partial(
+      describe, fluid=fluid, _inside=(*_inside, id(value))
+  )
+  if isinstance(value, type):
+    return value.__qualname__
+  if not fluid and isinstance(value, (list, dict, set)):
+    return type(value).__qualname__
+  if isinstance(value, task_lib.Task):
+    return _task(value, inner)
+  if isinstance(value, functools.partial):
+    return {
+        "of": inner(value.func), "arguments": inner(value.args),
+        **{name: inner(one) for name, one in value.keywords.items()},
+    }
+  if isinstance(value, types.MethodType):
+    return {"method": value.__name__, "of": inner(value.__self__)}
+  if inspect.isfunction(inspect.unwrap(value)):
+    return _function(inspect.unwrap(value), inner)
+  if isinstance(value, (text_lib.Characters, text_lib.Chat)):
+    return {"text": value.name, "fingerprint": value.fingerprint()}
+  if dataclasses.is_dataclass(value):
+    free = [
+        name for kind in type(value).__mro__
+        for name in _FREE.get(kind.__name__, ())
+    ]
+    return {"type": type(value).__qualname__} | {
+        field.name: inner(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if field.name not in free
+    }
+  if isinstance(value, tuple) and hasattr(value, "_asdict"):
+    return {name: inner(one) for name, one in value._asdict().items()}
+  if isinstance(value, Mapping):
+    return {str(name): inner(one) for name, one in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [inner(one) for one in value]
+  if isinstance(value, (set, frozenset)):
+    return sorted((inner(one) for one in value), key=repr)
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return _array(value)
+  return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _function(value, inner) -> Any:
+  """Name, closure, defaults, and numbers in the code."""
+  found = {}
+  names, cells = value.__code__.co_freevars, value.__closure__ or ()
+  for name, cell in zip(names, cells, strict=True):
+    try:
+      found[name] = inner(cell.cell_contents)
+    except ValueError:  # an empty cell
+      continue
+  if value.__defaults__:
+    found["defaults"] = inner(value.__defaults__)
+  if value.__kwdefaults__:
+    found |= {name: inner(one) for name, one in value.__kwdefaults__.items()}
+  numbers = [
+      one for one in value.__code__.co_consts if isinstance(one, float)
+  ]
+  if numbers:
+    found["numbers"] = inner(numbers)
+  name = value.__qualname__
+  return {"function": name, **found} if found else name
+
+
+def _array(value) -> str:
+  text = f"{value.dtype}{list(value.shape)}"
+  if math.prod(value.shape) > _SMALL:
+    return text
+  return f"{text} {_digest([np.asarray(value)])}"
+
+
+def _task(task: task_lib.Task, inner) -> dict:
+  """Name, reward and rows; of a long split some rows stand for all."""
+  rows = {}
+  for name in sorted(task.rows):
+    split = task.rows[name]
+    step = max(1, -(-len(split) // _ROWS))
+    digest = _digest(
+        part
+        for at in range(0, len(split), step)
+        for part in _parts(split[at])
+    )
+    rows[name] = f"{len(split)} rows {digest}"
+  return {
+      "name": task.name, "vocab_size": task.vocab_size,
+      "stop_ids": inner(task.stop_ids), "verifiable": task.verifiable,
+      "score": inner(task.score, fluid=False), "rows": rows,
+  }
+
+
+def _parts(row: task_lib.Example):
+  yield np.frombuffer(row.id.encode(), np.uint8)
+  yield np.asarray(row.prompt_ids, np.int64)
+  if row.answer_ids is not None:
+    yield np.asarray(row.answer_ids, np.int64)
+
+
+def _digest(arrays) -> str:
+  found = hashlib.sha256()
+  for array in arrays:
+    found.update(f"{array.shape}".encode())
+    found.update(np.ascontiguousarray(array).tobytes())
+  return found.hexdigest()[:16]
+
+
+def differences(there: Any, here: Any, path: str = "") -> list[tuple]:
+  """Places in which two descriptions differ: (path, value there, value here).
+
+  Where one has a field and the other has not, the value is the text "missing".
+  """
+  if isinstance(there, Mapping) and isinstance(here, Mapping):
+    pairs = [
+        (f"{path}.{name}".lstrip("."), there.get(name, "missing"),
+         here.get(name, "missing"))
+        for name in dict.fromkeys([*there, *here])
+    ]
+  elif _is_list(there) and _is_list(here):
+    pairs = [
+        (f"{path}[{at}]", there[at] if at < len(there) else "missing",
+         here[at] if at < len(here) else "missing")
+        for at in range(max(len(there), len(here)))
+    ]
+  else:
+    same = there == here and isinstance(there, bool) == isinstance(here, bool)
+    return [] if same else [(path, there, here)]
+  return [
+      found for where, one, other in pairs
+      for found in differences(one, other, where)
+  ]
+
+
+def _is_list(value) -> bool:
+  return isinstance(value, Sequence) and not isinstance(value, str)
