@@ -63,10 +63,8 @@ def evaluation(loss, outputs, prefix_pass, load) -> Evaluation | Balanced:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def capture(task: engine.Task, params, group, version=None, capacity=0):
+def capture(task: engine.Task, params, group, version, capacity=0):
   """The prefix state of one group, without checks."""
-  if version is None:
-    version = state_lib.fingerprint(params)
   here = functools.partial(_capture, task, capacity)
   return task.layout.over(here, ("params", "all", "all"), "state")(
       params, group, version

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import engine
+from branch_replay import fingerprint
 from branch_replay import group as group_lib
 from branch_replay import passes
 from branch_replay import state as state_lib
@@ -45,7 +46,8 @@ def capture(
     version: u32 to mark the state with, instead of a fingerprint of `params`.
 
   Returns:
-    The state. It belongs to these parameters.
+    The state. It belongs to these parameters and to the model's config, but
+    for the fields that change nothing that is computed.
 
   Raises:
     ValueError: an empty prompt, an id outside the vocabulary, more positions
@@ -67,7 +69,12 @@ def capture(
       raise ValueError(
           f"capacity={capacity} is less than the prefix of {length} positions."
       )
-  return passes.capture(task, params, prompt, version, capacity or 0)
+  if version is None:
+    version = fingerprint.of_params(params)
+  state = passes.capture(task, params, prompt, version, capacity or 0)
+  return dataclasses.replace(
+      state, model=fingerprint.of_config(model.config)
+  )
 
 
 def extend(
@@ -95,7 +102,8 @@ def extend(
 
   Raises:
     ValueError: no room, ids outside the vocabulary, more positions than the
-      model has, or other parameters; nothing has been overwritten then.
+      model has, or other parameters or another model; nothing has been
+      overwritten then.
   """
   tokens = group_lib.as_ids(tokens, "tokens")
   length = int(state.length) + tokens.size
@@ -103,6 +111,7 @@ def extend(
     raise ValueError("States are extended on one device only.")
   group_lib.check_tokens(tokens, model.config, "tokens")
   group_lib.check_positions(length, model.config)
+  check_model(state, model.config)
   check_version(state, params, version)
   if length > state.capacity:
     raise ValueError(
@@ -126,10 +135,11 @@ def check_single(group):
     raise ValueError("This takes one group, not stacked groups.")
 
 
-def check_samplable(state, params, group, version):
-  """Raises ValueError for a state that `params` cannot go on from."""
+def check_samplable(state, model, params, group, version):
+  """Raises ValueError for a state that cannot be gone on from."""
   if state.devices > 1:
     raise ValueError("A state on several devices cannot be sampled from.")
+  check_model(state, model.config)
   _check_prompt(state, group)
   check_version(state, params, version)
 
@@ -142,6 +152,7 @@ def check_replayable(task, state, group):
   """
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
+  check_model(state, task.config)
   if state.devices != task.layout.devices:
     raise ValueError(
         f"The state lies on {state.devices} devices, the schedule's layout has "
@@ -186,6 +197,22 @@ def _check_prompt(state, group):
   return None
 
 
+def check_model(state, config):
+  """Raises ValueError for a state that a model of this config did not capture.
+
+  Also under `jit`, and whatever the state is marked with.
+  """
+  if state.model is None:
+    raise ValueError("The state was not made by capture: capture it.")
+  mine = fingerprint.of_config(config)
+  if state.model != mine:
+    raise ValueError(
+        "The state was captured by another model, of "
+        f"{fingerprint.difference(mine, state.model)}: capture it again with "
+        "this one."
+    )
+
+
 def check_version(state, params, version):
   """None, or under jit whether the state is of these parameters.
 
@@ -193,7 +220,7 @@ def check_version(state, params, version):
     ValueError: it is not, and the values are there to see it.
   """
   if version is None:
-    version = state_lib.fingerprint(params)
+    version = fingerprint.of_params(params)
   if not group_lib.is_concrete((state.version, version)):
     return state.version == jnp.asarray(version, jnp.uint32)
   if int(state.version) != int(version):

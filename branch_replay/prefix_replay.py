@@ -212,7 +212,7 @@ def value_and_grad(
         raise ValueError("state= takes one group; stacked groups have several.")
     good = _check(task, state, params, group, version, allow_stale)
     return _poisoned(good, passes.value_and_grad(
-        task, loss, params, group, args, state, key
+        task, loss, params, group, args, _inside(state), key
     ))
 
   return run
@@ -240,7 +240,9 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
   # Checked here and not in `replay`: under `jax.grad` the parameters have
   # values only inside of the custom_vjp.
   good = _check(task, state, params, group, version, allow_stale)
-  outputs, state, kept = passes.forward(task, keep, params, group, state)
+  outputs, state, kept = passes.forward(
+      task, keep, params, group, _inside(state)
+  )
   return good, _poisoned(good, outputs), state, kept
 
 
@@ -253,6 +255,11 @@ def _check(task, state, params, group, version, allow_stale):
     found.append(prefix.check_version(state, params, version))
   found = [good for good in found if good is not None]
   return functools.reduce(jnp.logical_and, found) if found else None
+
+
+def _inside(state):
+  """The state as a computation takes it, once it has been checked."""
+  return None if state is None else dataclasses.replace(state, model=None)
 
 
 def _poisoned(good, tree):

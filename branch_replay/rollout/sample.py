@@ -106,13 +106,13 @@ def sample(
   if state is None:
     state = prefix.capture(model, params, group, schedule=schedule)
   else:
-    prefix.check_samplable(state, params, group, version)
+    prefix.check_samplable(state, model, params, group, version)
   if layers is not None:
     unstacked.check(layers, params, version)
   inputs = Inputs(
       # Without what only learning reads: else a state that has it would be
       # another program's argument.
-      params, dataclasses.replace(state, kept=None),
+      params, dataclasses.replace(state, kept=None, model=None),
       group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),
       None if layers is None else layers.parts,
