@@ -96,6 +96,8 @@ def sizes(
   total_N = 0.0
   for kind, stack in pattern.leaves(config, accumulator):
     for x in jax.tree.leaves(stack):
+      # Squares of narrow numbers overflow, and their sum comes to a stop.
+      x = x.astype(config_lib.at_least_float32(x.dtype))
       if config_lib.has_places(kind):
         square_P = jnp.sum(jnp.square(x), axis=(0, 1, 3))
         places_P = jnp.arange(x.shape[2])

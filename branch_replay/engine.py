@@ -270,7 +270,7 @@ def visit_branches(
     (of_visit, args), kept = part
     context = context_of(of_visit)
     if seeds is not None:
-      real_GT = _real(task, state, context)
+      real_GT = _real(task, state, context, window)
       context = context._replace(balance=segment.Balance(seeds, real_GT))
     *carry, outputs, extra = rows_lib.visit(
         task, params, outer, *carry, of_visit, window, context, cotangent,
@@ -321,9 +321,9 @@ def count_choices(task: Task, params, state, group):
   """How often each expert was chosen in a group's whole sequences, by stack.
 
   Runs all branches, without a backward pass; the prefix, which the state knows
-  the choices of, counts once a branch.
+  the choices of, counts once a branch whose tail is not empty.
   """
-  branches, _, context_of = _branches(task, state, group)
+  branches, window, context_of = _branches(task, state, group)
   config, layout = task.config, task.layout
 
   def run(counts, rows):
@@ -335,7 +335,7 @@ def count_choices(task: Task, params, state, group):
         ),
         context, layout=layout, keep=None, present=True,
     )
-    real_GT = _real(task, state, context)
+    real_GT = _real(task, state, context, window)
     return balance_lib.add(counts, present.choices, real_GT), None
 
   parts = rows_lib.split(branches, task.at_once(group.tails.shape[0]))
@@ -343,7 +343,8 @@ def count_choices(task: Task, params, state, group):
   if task.prefix_gradient != "full":
     real_P = layout.positions(0, state.capacity) < state.length
     counts = balance_lib.add(
-        counts, state.choices, group.tails.shape[0] * real_P[None]
+        counts, state.choices,
+        balance_lib.answered(group.tail_lengths) * real_P[None],
     )
   return layout.sum(counts)
 
@@ -408,7 +409,11 @@ def _branches(task: Task, state, group):
   return rows, window, context_of
 
 
-def _real(task: Task, state, context: segment.Context):
-  """Which of this device's tokens of branches are no padding, bool[G, T]."""
+def _real(task: Task, state, context: segment.Context, window):
+  """Which of this device's tokens of branches count, bool[G, T]: no padding.
+
+  Nor, in "full", the prefix of a row whose tail is empty.
+  """
   first = 0 if task.prefix_gradient == "full" else state.length
-  return context.positions_GT < first + context.lengths_G[:, None]
+  lengths_G1 = context.lengths_G[:, None]
+  return (context.positions_GT < first + lengths_G1) & (lengths_G1 > window)

@@ -49,7 +49,8 @@ def value_and_grad(
     schedule: sizes, policies and layout; on several devices "keep" becomes
       "recompute", as what is kept does not leave the devices.
     trainable: "all" or "adapters".
-    balance: as there.
+    balance: as there, of this group alone: who adds up the gradients of N
+      groups divides it by N.
     progress: whether to show a progress bar.
     offload: whether the prefix state and its cotangent stay in the host's
       memory, and on the device one layer at a time. Every chunk and every
@@ -89,6 +90,7 @@ def value_and_grad(
         model, group, readout, prefix_gradient, schedule, trainable=trainable,
         balance=balance,
     )
+    prefix_replay.check_args(args, group)
     if task.layout.devices > 1 and task.schedule.activations == "keep":
       again = dataclasses.replace(task.schedule, activations="recompute")
       task = dataclasses.replace(task, schedule=again)
@@ -202,7 +204,7 @@ class _Run:
     return sum(values), outputs, grads, accumulator
 
   def _prefix_pass(self, grads, accumulator, kept, seeds):
-    branches = self._group.tails.shape[0]
+    branches = balance_lib.answered(self._group.tail_lengths)
     seeds = jax.tree.map(lambda x: branches * x, seeds)
     for index in reversed(range(self._used)):
       grads, accumulator = self._done("prefix backward", _pop(

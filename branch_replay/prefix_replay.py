@@ -9,6 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
 from branch_replay import passes
@@ -182,23 +183,26 @@ def value_and_grad(
     trainable: "all", or "adapters" for the gradient of low-rank adapters
       alone, see `adapters.add`; the base then costs no weight gradients.
     balance: coefficient of the load-balance term of a mixture of experts, see
-      `branch_replay.balance`, whose gradient is added; in "stop" that of the
-      tails alone. Unless 0 it costs one more forward pass of the tails, and the
-      result is a `passes.Balanced`, with the share of every expert.
+      `branch_replay.balance`, whose gradient is added; of stacked groups that
+      of the mean of their terms; in "stop" that of the tails alone. Unless 0 it
+      costs one more forward pass of the tails, and the result is a
+      `passes.Balanced`, with the share of every expert.
 
   Returns:
     A function (params, group, *args, state=None, key=None, allow_stale=False,
-    version=None) -> (`Evaluation`, grads): loss, outputs, and in "sampled"
-    which chunks ran. Each of `args` has the leading axes of the tails,
-    [G, ...] or [groups, G, ...]. Gradients are at least float32 and have the
-    structure of what is trained, `adapters.select(params, trainable)`.
+    version=None, balance_share=None) -> (`Evaluation`, grads): loss, outputs,
+    and in "sampled" which chunks ran. Each of `args` has the leading axes of
+    the tails, [G, ...] or [groups, G, ...]. Gradients are at least float32 and
+    have the structure of what is trained, `adapters.select(params, trainable)`.
+    Who adds up the gradients of N calls passes balance_share=1/N, a factor on
+    the load-balance term; None is 1.
 
   Raises:
     ValueError: by the function: see `replay`; adapters of a model without any.
   """
   def run(
       params, group, *args, state=None, key=None, allow_stale=False,
-      version=None,
+      version=None, balance_share=None,
   ):
     task = make_task(
         model, group, readout, prefix_gradient, schedule, sampling,
@@ -210,9 +214,11 @@ def value_and_grad(
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
+    check_args(args, group)
+    share = check_share(task, balance_share)
     good = _check(task, state, params, group, version, allow_stale)
     return _poisoned(good, passes.value_and_grad(
-        task, loss, params, group, args, _inside(state), key
+        task, loss, params, group, args, _inside(state), key, share
     ))
 
   return run
@@ -286,6 +292,29 @@ def check_key(task: engine.Task, key):
   """Raises ValueError where chunks are to be drawn without a key."""
   if task.prefix_gradient == "sampled" and key is None:
     raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
+
+
+def check_args(args, group):
+  """Raises ValueError for arguments of a loss that are not one a branch."""
+  checks.leading(args, group.tails.shape[:-1], "one a branch of the group")
+
+
+def check_share(task: engine.Task, balance_share) -> float:
+  """The factor on the load-balance term.
+
+  Raises:
+    ValueError: there is no such term, or the factor is none.
+  """
+  if balance_share is None:
+    return 1.0
+  if not task.balance:
+    raise ValueError(
+        f"balance_share={balance_share} belongs to a load-balance term: say "
+        "balance=, or leave it out."
+    )
+  if group_lib.is_concrete(balance_share):
+    checks.number(balance_share, "balance_share", 0)
+  return balance_share
 
 
 def make_task(

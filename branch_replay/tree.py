@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
 from branch_replay import prefix_replay
@@ -194,20 +195,19 @@ def value_and_grad(
       well, and the result is a `passes.Balanced`.
 
   Returns:
-    A function (params, tree, *args, key=None) -> (`Evaluation`, grads); each of
-    `args` has the leading axis N of `tree.tokens`, and so have the outputs.
+    A function (params, tree, *args, key=None, balance_share=None) ->
+    (`Evaluation`, grads); each of `args` has the leading axis N of
+    `tree.tokens`, and so have the outputs. Who adds up the gradients of several
+    trees passes balance_share=, as in `prefix_replay.value_and_grad`.
   """
-  def run(params, tree, *args, key=None):
+  def run(params, tree, *args, key=None, balance_share=None):
     token_tree.check(tree, model.config)
     size = tree.tokens.size
-    for x in jax.tree.leaves(args):
-      if np.shape(x)[:1] != (size,):
-        raise ValueError(
-            f"An argument of the loss has shape {np.shape(x)}: its first axis "
-            f"must be that of the tree's {size} tokens, tree.tokens.size."
-        )
+    checks.leading(args, (size,), "one a token of the tree, tree.tokens.size")
     args = jax.tree.map(jnp.asarray, args)
-    if tree.is_group:
+    # An empty tail of a group is padding; here it is a sequence, and counts.
+    empty = not tree.lengths[tree.leaves].all()
+    if tree.is_group and not (balance and empty):
       group, places_GT = _as_group(tree, model.config)
       evaluation, grads = prefix_replay.value_and_grad(
           model, loss, readout=readout, prefix_gradient=prefix_gradient,
@@ -215,7 +215,7 @@ def value_and_grad(
           balance=balance,
       )(params, group, *jax.tree.map(
           lambda x: token_tree.take(x, places_GT), args
-      ), key=key)
+      ), key=key, balance_share=balance_share)
       outputs = _at_places(evaluation.outputs, places_GT, size)
       return evaluation._replace(outputs=outputs), grads
     task, program = plan(
@@ -223,7 +223,10 @@ def value_and_grad(
         balance,
     )
     prefix_replay.check_key(task, key)
-    return tree_passes.gradient(task, params, program, size, loss, args, key)
+    share = prefix_replay.check_share(task, balance_share)
+    return tree_passes.gradient(
+        task, params, program, size, loss, args, key, share
+    )
 
   return run
 
