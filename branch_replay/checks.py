@@ -8,6 +8,8 @@ for one that cannot be, with the argument's name and what was given.
 
 import math
 import numbers
+import os
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,22 @@ def float_dtype(value, name: str) -> np.dtype:
   if value is None or not jnp.issubdtype(dtype, jnp.floating):
     raise ValueError(f"{name} must be a float dtype, not {value!r}.")
   return dtype
+
+
+def path(value, name: str) -> pathlib.Path:
+  """The path; refuses what is none."""
+  instance(value, name, (str, os.PathLike))
+  return pathlib.Path(value)
+
+
+def numbers_of(value, name: str):
+  """An array; refuses what holds no numbers, or is a single one."""
+  array = value if isinstance(value, jax.Array) else np.asarray(value)
+  if array.dtype != jnp.bfloat16 and array.dtype.kind not in "buif":
+    raise TypeError(f"{name} must be numbers, not {_shown(value)}.")
+  if not array.ndim:
+    raise ValueError(f"{name} must be one for every branch, not {value!r}.")
+  return jnp.asarray(array)
 
 
 def key(value, name: str = "key") -> None:

@@ -26,19 +26,21 @@ import jax.numpy as jnp
 
 from branch_replay import adapters
 from branch_replay import balance as balance_lib
+from branch_replay import checks
 from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
 from branch_replay import layout as layout_lib
+from branch_replay import params as params_lib
 from branch_replay import readout as readout_lib
 from branch_replay import rows as rows_lib
+from branch_replay import schedule as schedule_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.mixers import sizes
 from branch_replay.models import decoder
 from branch_replay.ops import tiling
 from branch_replay.schedule import Schedule
-from branch_replay.schedule import check_mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,13 @@ class Task:
   balance: float = 0.0
 
   def __post_init__(self):
-    check_mode(self.prefix_gradient)
+    params_lib.check_model(self.model)
+    checks.function(
+        self.readout, "readout", "branch_replay.readout has some."
+    )
+    schedule_lib.check(self.schedule)
+    schedule_lib.check_mode(self.prefix_gradient)
+    checks.instance(self.sampling, "sampling", chunk_sampling.Sampling)
     if self.prefix_gradient == "sampled" and (
         self.config.recurrent and not self.sampling.recurrent
     ):

@@ -18,7 +18,9 @@ import tqdm
 
 from branch_replay import balance as balance_lib
 from branch_replay import engine
+from branch_replay import group as group_lib
 from branch_replay import host_memory
+from branch_replay import params as params_lib
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
@@ -73,6 +75,8 @@ def value_and_grad(
         "prefix_replay.value_and_grad."
     )
 
+  params_lib.check_model(model)
+  prefix_replay.check_loss(loss)
   if offload and not model.config.positional:
     raise ValueError(
         "offload=True is for full and latent attention: the state of "
@@ -84,6 +88,8 @@ def value_and_grad(
     )
 
   def run(params, group, *args):
+    params_lib.check(model, params)
+    group_lib.check(group, model.config)
     if group.prompt.ndim == 2:
       raise ValueError("The host loop takes one group, not stacked groups.")
     task = prefix_replay.make_task(

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import engine
 from branch_replay import fingerprint
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import passes
+from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
@@ -53,6 +56,11 @@ def capture(
     ValueError: an empty prompt, an id outside the vocabulary, more positions
       than the model has.
   """
+  params_lib.check(model, params)
+  schedule_lib.check(schedule)
+  checks.flag(keep, "keep")
+  if version is not None:
+    checks.version(version)
   if not isinstance(prompt, group_lib.Group):
     prompt = group_lib.Group.create(prompt, [[]], config=model.config)
   group_lib.check(prompt, model.config)
@@ -64,6 +72,7 @@ def capture(
       model, schedule=dataclasses.replace(schedule, activations=policy)
   )
   if capacity is not None:
+    checks.integer(capacity, "capacity", 0)
     length = prompt.prompt_length - 1
     if group_lib.is_concrete(length) and capacity < int(length):
       raise ValueError(
@@ -105,6 +114,9 @@ def extend(
       model has, or other parameters or another model; nothing has been
       overwritten then.
   """
+  params_lib.check(model, params)
+  schedule_lib.check(schedule)
+  check_state(state)
   tokens = group_lib.as_ids(tokens, "tokens")
   length = int(state.length) + tokens.size
   if max(state.devices, schedule.layout.devices) > 1:
@@ -129,6 +141,13 @@ def extend(
   return state
 
 
+def check_state(state):
+  """Raises TypeError for what is no prefix state."""
+  checks.instance(
+      state, "state", state_lib.PrefixState, "capture makes one of a prompt."
+  )
+
+
 def check_single(group):
   """Raises ValueError for stacked groups."""
   if group.prompt.ndim != 1:
@@ -137,6 +156,7 @@ def check_single(group):
 
 def check_samplable(state, model, params, group, version):
   """Raises ValueError for a state that cannot be gone on from."""
+  check_state(state)
   if state.devices > 1:
     raise ValueError("A state on several devices cannot be sampled from.")
   check_model(state, model.config)
@@ -150,6 +170,7 @@ def check_replayable(task, state, group):
   Raises:
     ValueError: a state this task cannot replay.
   """
+  check_state(state)
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
   check_model(state, task.config)
@@ -221,6 +242,8 @@ def check_version(state, params, version):
   """
   if version is None:
     version = fingerprint.of_params(params)
+  else:
+    checks.version(version)
   if not group_lib.is_concrete((state.version, version)):
     return state.version == jnp.asarray(version, jnp.uint32)
   if int(state.version) != int(version):

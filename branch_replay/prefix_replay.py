@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import passes
 from branch_replay import prefix
 from branch_replay import readout as readout_lib
@@ -72,6 +73,7 @@ def replay(
       model, group, readout, prefix_gradient, schedule, sampling,
       one_pass=False,
   )
+  params_lib.check(model, params)
   check_key(task, key)
   if state is None and version is not None:
     raise ValueError("version= belongs to a state=.")
@@ -129,8 +131,10 @@ def dense_log_probs(
   Raises:
     ValueError: see `Group.create`; stacked groups.
   """
+  params_lib.check(model, params)
   group_lib.check(group, model.config)
   prefix.check_single(group)
+  checks.number(temperature, "temperature", above=0)
   attend = attention_reference.causal
   if group.block is not None:
     attend = functools.partial(
@@ -200,6 +204,9 @@ def value_and_grad(
   Raises:
     ValueError: by the function: see `replay`; adapters of a model without any.
   """
+  params_lib.check_model(model)
+  check_loss(loss)
+
   def run(
       params, group, *args, state=None, key=None, allow_stale=False,
       version=None, balance_share=None,
@@ -208,6 +215,7 @@ def value_and_grad(
         model, group, readout, prefix_gradient, schedule, sampling,
         trainable=trainable, balance=balance,
     )
+    params_lib.check(model, params)
     check_key(task, key)
     if state is None and version is not None:
       raise ValueError("version= belongs to a state=.")
@@ -289,9 +297,18 @@ _replay.defvjp(_replay_forward, _replay_backward)
 
 
 def check_key(task: engine.Task, key):
-  """Raises ValueError where chunks are to be drawn without a key."""
+  """Refuses a key that is none, or that is missing where chunks are drawn."""
   if task.prefix_gradient == "sampled" and key is None:
     raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
+  if key is not None:
+    checks.key(key)
+
+
+def check_loss(loss):
+  """Raises TypeError for what is no function of outputs."""
+  checks.function(
+      loss, "loss", "It is a function of the outputs and of further arguments."
+  )
 
 
 def check_args(args, group):
@@ -322,6 +339,7 @@ def make_task(
     one_pass=True, trainable="all", balance=0.0,
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
+  params_lib.check_model(model)
   group_lib.check(group, model.config)
   task = engine.Task(
       model, readout, prefix_gradient, schedule, sampling, trainable, balance

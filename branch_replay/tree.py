@@ -18,6 +18,7 @@ import numpy as np
 from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import token_tree
@@ -73,6 +74,7 @@ def replay(
     ValueError: a tree that is not one, or is not the model's; no token with
       loss; an unknown mode; "sampled" without a key.
   """
+  params_lib.check(model, params)
   token_tree.check(tree, model.config)
   if tree.is_group:
     group, places_GT = _as_group(tree, model.config)
@@ -125,6 +127,8 @@ def log_probs(
   Raises:
     ValueError: see `replay`.
   """
+  params_lib.check(model, params)
+  token_tree.check(tree, model.config)
   readout = readout_lib.LogProbs(temperature)
   return tree.by_leaf(
       replay(model, params, tree, readout=readout, **options)
@@ -145,7 +149,9 @@ def dense_log_probs(
   Returns:
     f32[G, S], 0 where a token carries no loss or is padding.
   """
+  params_lib.check(model, params)
   token_tree.check(tree, model.config)
+  checks.number(temperature, "temperature", above=0)
   tokens_GS = jnp.asarray(tree.sequences())
   hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
   result = log_probs_lib.reference(
@@ -200,7 +206,11 @@ def value_and_grad(
     `tree.tokens`, and so have the outputs. Who adds up the gradients of several
     trees passes balance_share=, as in `prefix_replay.value_and_grad`.
   """
+  params_lib.check_model(model)
+  prefix_replay.check_loss(loss)
+
   def run(params, tree, *args, key=None, balance_share=None):
+    params_lib.check(model, params)
     token_tree.check(tree, model.config)
     size = tree.tokens.size
     checks.leading(args, (size,), "one a token of the tree, tree.tokens.size")

@@ -17,7 +17,9 @@ import safetensors
 from safetensors import numpy as safetensors_numpy
 import tokenizers
 
+from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay import params as params_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
@@ -68,7 +70,7 @@ def load_hf(
       not floats; or a tied model's file holds a head of its own that differs
       from the embedding.
   """
-  directory = pathlib.Path(directory)
+  directory = checks.path(directory, "directory")
   mapping = _read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
     handles = _open_tensors(directory, stack)
@@ -246,7 +248,9 @@ def save_hf(
       id is outside the vocabulary; or the directory holds a sharded export,
       which readers would mix with this one.
   """
-  directory = pathlib.Path(directory)
+  directory = checks.path(directory, "directory")
+  checks.instance(config, "config", config_lib.ModelConfig)
+  params_lib.check_tree(params)
   if (directory / _INDEX).exists():
     raise ValueError(
         f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
