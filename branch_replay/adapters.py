@@ -9,7 +9,9 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay import params as params_lib
 from branch_replay.models import decoder
 
 Trainable = Literal["all", "adapters"]
@@ -18,14 +20,19 @@ _NAMES = ("adapter_in", "adapter_out")
 
 def check_trainable(trainable: str, config: config_lib.ModelConfig):
   """Raises ValueError for a subset that does not exist."""
+  check_name(trainable)
+  if trainable == "adapters" and config.adapter is None:
+    raise ValueError(
+        "trainable='adapters', but the model has none: use adapters.add."
+    )
+
+
+def check_name(trainable: str):
+  """Raises ValueError for what is no name of a subset."""
   if trainable not in get_args(Trainable):
     raise ValueError(
         f"Unknown trainable={trainable!r}: use one of "
         f"{', '.join(get_args(Trainable))}."
-    )
-  if trainable == "adapters" and config.adapter is None:
-    raise ValueError(
-        "trainable='adapters', but the model has none: use adapters.add."
     )
 
 
@@ -75,6 +82,9 @@ def add(model: decoder.Decoder, params, adapter: config_lib.Adapter, key):
   Raises:
     ValueError: the model has adapters already.
   """
+  params_lib.check(model, params)
+  checks.instance(adapter, "adapter", config_lib.Adapter)
+  checks.key(key)
   if model.config.adapter is not None:
     raise ValueError("The model has adapters: merge them first.")
   model = decoder.Decoder(dataclasses.replace(model.config, adapter=adapter))
@@ -105,6 +115,7 @@ def merge(model: decoder.Decoder, params):
   Raises:
     ValueError: the model has none.
   """
+  params_lib.check(model, params)
   adapter = model.config.adapter
   if adapter is None:
     raise ValueError("The model has no adapters.")

@@ -8,6 +8,12 @@ p̄_e, the mean of its probability p_ne (`ops.experts.probabilities`). The term 
 
   B = 1/L Σ_l E Σ_e f_le p̄_le,      ∂B/∂p_nle = E f_le / (L W),
 
+of one group; of several it is the *mean* of theirs, so that it does not grow
+with their number, as a task's loss with weights settled for the whole batch
+does not. Stacked groups are divided by their number; who adds up gradients of
+groups one by one gives each its share, `balance_share=1/N`, or they are N times
+as large. Padding counts nowhere: nor do an empty tail and its prefix, nor a
+stacked group of empty tails. B is
 1 where experts share the tokens evenly and E/k where all go to the same k. f
 counts integers and has no gradient. What every token's probabilities are sent
 is the same E numbers a layer, the seeds; a position of the shared prefix stands
@@ -21,14 +27,14 @@ Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961.
 import jax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import pattern
 
 
 def check(balance: float, config: config_lib.ModelConfig):
   """Raises ValueError for a coefficient that means nothing here."""
-  if balance < 0:
-    raise ValueError(f"balance must not be negative: {balance}")
+  checks.number(balance, "balance", 0)
   if balance and config.experts is None:
     raise ValueError(
         f"balance={balance}, but the model has no experts: leave it 0."
@@ -67,8 +73,24 @@ def add(counts, choices, weights_GT):
   return jax.tree.map(of_stack, counts, choices)
 
 
-def seeds(config: config_lib.ModelConfig, balance: float, counts):
-  """balance · ∂B/∂p of a token that stands in one sequence, by stack."""
+def answered(tail_lengths_G):
+  """How many sequences of a group count: those whose tail is not empty."""
+  return jnp.sum(tail_lengths_G > 0)
+
+
+def groups(tail_lengths):
+  """How many of [G] or [groups, G] have such a sequence, at least 1."""
+  return jnp.maximum(jnp.sum(jnp.any(tail_lengths > 0, axis=-1)), 1)
+
+
+def seeds(config: config_lib.ModelConfig, balance, counts):
+  """balance · ∂B/∂p of a token that stands in one sequence, by stack.
+
+  Args:
+    config: geometry.
+    balance: the coefficient, times the group's share.
+    counts: how often each expert was chosen.
+  """
   layers = config.num_layers - config.experts.first_dense
   factor = balance * config.experts.count * config.experts.top_k / layers
 

@@ -17,6 +17,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.layout import Layout
@@ -47,15 +48,14 @@ class Sampling:
   recurrent: bool = False
 
   def __post_init__(self):
-    if not self.chunks > 0:
-      raise ValueError(f"Sampling.chunks must be > 0, not {self.chunks}.")
+    checks.number(self.chunks, "Sampling.chunks", above=0)
+    checks.flag(self.recurrent, "Sampling.recurrent")
     if self.law not in get_args(ChunkLaw):
       raise ValueError(
           f"Unknown law {self.law!r}: use one of "
           f"{', '.join(get_args(ChunkLaw))}."
       )
-    if not 0 < self.floor <= 1:
-      raise ValueError(f"Sampling.floor must lie in (0, 1]: {self.floor}.")
+    checks.number(self.floor, "Sampling.floor", above=0, most=1)
 
 
 class PrefixPass(NamedTuple):
@@ -96,6 +96,8 @@ def sizes(
   total_N = 0.0
   for kind, stack in pattern.leaves(config, accumulator):
     for x in jax.tree.leaves(stack):
+      # Squares of narrow numbers overflow, and their sum comes to a stop.
+      x = x.astype(config_lib.at_least_float32(x.dtype))
       if config_lib.has_places(kind):
         square_P = jnp.sum(jnp.square(x), axis=(0, 1, 3))
         places_P = jnp.arange(x.shape[2])

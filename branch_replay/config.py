@@ -9,6 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from branch_replay import checks
+
 
 def is_number(value) -> bool:
   """Whether a value is a finite real number, and not True or False."""
@@ -244,11 +246,7 @@ class GatedDelta:
     for field, least in dict(
         key_heads=1, value_heads=1, key_dim=1, value_dim=1, conv_width=2
     ).items():
-      if getattr(self, field) < least:
-        raise ValueError(
-            f"GatedDelta.{field} must be at least {least}: "
-            f"{getattr(self, field)}"
-        )
+      checks.integer(getattr(self, field), f"GatedDelta.{field}", least)
     if self.value_heads % self.key_heads:
       raise ValueError(
           f"GatedDelta.value_heads={self.value_heads} is not a multiple of "
@@ -285,10 +283,8 @@ class LatentAttention:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if value is not None and value < 1:
-        raise ValueError(
-            f"LatentAttention.{field.name} must be at least 1: {value}"
-        )
+      if value is not None or field.name != "query_rank":
+        checks.integer(value, f"LatentAttention.{field.name}", 1)
     if self.rope_dim % 2:
       raise ValueError(
           f"RoPE needs an even LatentAttention.rope_dim, not {self.rope_dim}."
@@ -357,10 +353,10 @@ class Experts:
         count=1, top_k=1, width=1, shared_width=0, first_dense=0, groups=1,
         top_groups=1, group_top=1,
     ).items():
-      if getattr(self, field) < least:
-        raise ValueError(
-            f"Experts.{field} must be at least {least}: {getattr(self, field)}"
-        )
+      checks.integer(getattr(self, field), f"Experts.{field}", least)
+    for field in ("shared_gate", "normalised", "correction"):
+      checks.flag(getattr(self, field), f"Experts.{field}")
+    checks.number(self.scaling, "Experts.scaling", above=0)
     if self.scores not in ("softmax", "sigmoid"):
       raise ValueError(
           f"Experts.scores must be 'softmax' or 'sigmoid': {self.scores!r}"
@@ -475,8 +471,25 @@ class ModelConfig:
         "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "ffn_width", "max_positions",
     ):
-      if getattr(self, field) < 1:
-        raise ValueError(f"{field} must be at least 1: {getattr(self, field)}")
+      checks.integer(getattr(self, field), field, 1)
+    for field in (
+        "qk_norm", "qkv_bias", "output_gate", "post_norms", "scale_embeddings",
+        "tied_embeddings",
+    ):
+      checks.flag(getattr(self, field), field)
+    checks.number(self.rope_theta, "rope_theta", above=0)
+    if self.rope_theta_local is not None:
+      checks.number(self.rope_theta_local, "rope_theta_local", above=0)
+    checks.number(self.norm_eps, "norm_eps", 0)
+    for field, kind in dict(
+        delta=GatedDelta, latent=LatentAttention, experts=Experts,
+        adapter=Adapter,
+    ).items():
+      if getattr(self, field) is not None:
+        checks.instance(getattr(self, field), field, kind)
+    for field in ("window", "rotary_dim"):
+      if getattr(self, field) is not None:
+        checks.integer(getattr(self, field), field, 1)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
           f"num_heads={self.num_heads} is not a multiple of "
@@ -511,8 +524,9 @@ class ModelConfig:
     self._check_pattern()
     self._check_experts()
     for field in ("param_dtype", "compute_dtype"):
-      if not jnp.issubdtype(jnp.dtype(getattr(self, field)), jnp.floating):
-        raise ValueError(f"{field} must be a float: {getattr(self, field)}")
+      dtype = checks.float_dtype(getattr(self, field), field)
+      # By name, so that jnp.bfloat16 and "bfloat16" are one config.
+      object.__setattr__(self, field, dtype.name)
 
   def _check_pattern(self):
     kinds = self.layer_pattern
@@ -555,8 +569,6 @@ class ModelConfig:
           f"rope_theta_local={self.rope_theta_local} with layer_pattern="
           f"{kinds!r}: only sliding layers have it."
       )
-    if self.window is not None and self.window < 1:
-      raise ValueError(f"window must be at least 1: {self.window}")
 
   def _check_experts(self):
     if self.experts is None:

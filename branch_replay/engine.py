@@ -26,19 +26,21 @@ import jax.numpy as jnp
 
 from branch_replay import adapters
 from branch_replay import balance as balance_lib
+from branch_replay import checks
 from branch_replay import chunk_sampling
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
 from branch_replay import layout as layout_lib
+from branch_replay import params as params_lib
 from branch_replay import readout as readout_lib
 from branch_replay import rows as rows_lib
+from branch_replay import schedule as schedule_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.mixers import sizes
 from branch_replay.models import decoder
 from branch_replay.ops import tiling
 from branch_replay.schedule import Schedule
-from branch_replay.schedule import check_mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,13 @@ class Task:
   balance: float = 0.0
 
   def __post_init__(self):
-    check_mode(self.prefix_gradient)
+    params_lib.check_model(self.model)
+    checks.function(
+        self.readout, "readout", "branch_replay.readout has some."
+    )
+    schedule_lib.check(self.schedule)
+    schedule_lib.check_mode(self.prefix_gradient)
+    checks.instance(self.sampling, "sampling", chunk_sampling.Sampling)
     if self.prefix_gradient == "sampled" and (
         self.config.recurrent and not self.sampling.recurrent
     ):
@@ -270,7 +278,7 @@ def visit_branches(
     (of_visit, args), kept = part
     context = context_of(of_visit)
     if seeds is not None:
-      real_GT = _real(task, state, context)
+      real_GT = _real(task, state, context, window)
       context = context._replace(balance=segment.Balance(seeds, real_GT))
     *carry, outputs, extra = rows_lib.visit(
         task, params, outer, *carry, of_visit, window, context, cotangent,
@@ -321,9 +329,9 @@ def count_choices(task: Task, params, state, group):
   """How often each expert was chosen in a group's whole sequences, by stack.
 
   Runs all branches, without a backward pass; the prefix, which the state knows
-  the choices of, counts once a branch.
+  the choices of, counts once a branch whose tail is not empty.
   """
-  branches, _, context_of = _branches(task, state, group)
+  branches, window, context_of = _branches(task, state, group)
   config, layout = task.config, task.layout
 
   def run(counts, rows):
@@ -335,7 +343,7 @@ def count_choices(task: Task, params, state, group):
         ),
         context, layout=layout, keep=None, present=True,
     )
-    real_GT = _real(task, state, context)
+    real_GT = _real(task, state, context, window)
     return balance_lib.add(counts, present.choices, real_GT), None
 
   parts = rows_lib.split(branches, task.at_once(group.tails.shape[0]))
@@ -343,7 +351,8 @@ def count_choices(task: Task, params, state, group):
   if task.prefix_gradient != "full":
     real_P = layout.positions(0, state.capacity) < state.length
     counts = balance_lib.add(
-        counts, state.choices, group.tails.shape[0] * real_P[None]
+        counts, state.choices,
+        balance_lib.answered(group.tail_lengths) * real_P[None],
     )
   return layout.sum(counts)
 
@@ -408,7 +417,11 @@ def _branches(task: Task, state, group):
   return rows, window, context_of
 
 
-def _real(task: Task, state, context: segment.Context):
-  """Which of this device's tokens of branches are no padding, bool[G, T]."""
+def _real(task: Task, state, context: segment.Context, window):
+  """Which of this device's tokens of branches count, bool[G, T]: no padding.
+
+  Nor, in "full", the prefix of a row whose tail is empty.
+  """
   first = 0 if task.prefix_gradient == "full" else state.length
-  return context.positions_GT < first + context.lengths_G[:, None]
+  lengths_G1 = context.lengths_G[:, None]
+  return (context.positions_GT < first + lengths_G1) & (lengths_G1 > window)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 
 _SMALLEST_BUCKET = 8
@@ -94,10 +95,13 @@ class Group:
       >>> int(group.prompt_length), group.tail_lengths.tolist()
       (3, [2, 1])
     """
+    checks.instance(config, "config", config_lib.ModelConfig)
     prompt = as_ids(prompt, "prompt")
-    tails = [as_ids(tail, "tails") for tail in tails]
+    tails = as_rows(tails, "tails")
+    if block is not None:
+      checks.integer(block, "block", 1)
     if tail_inputs is not None:
-      tail_inputs = [as_ids(tail, "tail_inputs") for tail in tail_inputs]
+      tail_inputs = as_rows(tail_inputs, "tail_inputs")
       if [x.size for x in tail_inputs] != [x.size for x in tails]:
         raise ValueError(
             f"tail_inputs have {[x.size for x in tail_inputs]} tokens, the "
@@ -106,6 +110,7 @@ class Group:
     if not tails:
       raise ValueError("A group needs at least one tail; got none.")
     if branches is not None:
+      checks.integer(branches, "branches", 1)
       if branches < len(tails):
         raise ValueError(f"{len(tails)} tails do not fit branches={branches}.")
       tails += [np.zeros(0, np.int64)] * (branches - len(tails))
@@ -185,8 +190,15 @@ def stack(groups: Sequence[Group]) -> Group:
   Raises:
     ValueError: no groups, or different numbers of branches.
   """
+  if isinstance(groups, Group):
+    raise TypeError("groups must be a list of Groups, not one Group.")
+  groups = list(groups)
   if not groups:
     raise ValueError("No groups to stack.")
+  for group in groups:
+    checks.instance(group, "groups", Group)
+    if group.prompt.ndim != 1:
+      raise ValueError("groups are stacked already: stack single ones.")
   branches = {group.tails.shape[0] for group in groups}
   if len(branches) > 1:
     raise ValueError(
@@ -225,14 +237,39 @@ def is_concrete(tree) -> bool:
   )
 
 
+def as_rows(rows, what: str) -> list[np.ndarray]:
+  """Sequences of ids as i64 arrays; see `as_ids`."""
+  if isinstance(rows, str) or not hasattr(rows, "__iter__"):
+    raise TypeError(
+        f"{what} must be a list of sequences of ids, not {rows!r} of type "
+        f"{type(rows).__name__}."
+    )
+  return [as_ids(row, what) for row in rows]
+
+
 def as_ids(tokens, what: str) -> np.ndarray:
   """Ids as i64[N], before anything can wrap.
 
   Raises:
+    TypeError: text.
     ValueError: not one sequence of integers.
   """
-  tokens = np.asarray(tokens)
-  if tokens.size == 0:
+  if isinstance(tokens, (str, bytes)):
+    raise TypeError(
+        f"The {what} must be ids, not text: encode it by the model's tokenizer."
+    )
+  if isinstance(tokens, jax.core.Tracer):
+    raise TypeError(
+        f"The {what} must have values, and under jit they have none: make the "
+        "group outside and pass it in."
+    )
+  try:
+    tokens = np.asarray(tokens)
+  except ValueError as error:  # ragged
+    raise ValueError(
+        f"The {what} must be one sequence of integer ids each: {error}"
+    ) from error
+  if tokens.size == 0 and tokens.ndim == 1:
     return np.zeros(0, np.int64)
   if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
     raise ValueError(
@@ -269,6 +306,11 @@ def check(group: Group, config: config_lib.ModelConfig):
 
   Under `jit` values are unknown and only shapes are checked.
   """
+  if not isinstance(group, Group):
+    raise TypeError(
+        "group must be a Group, as Group.create makes one, not a "
+        f"{type(group).__name__}. A Tree is for branch_replay.tree."
+    )
   if group.tails.ndim < 2 or group.tails.shape[-2] < 1:
     raise ValueError(f"A group of no branches: tails {group.tails.shape}.")
   if group.prompt.shape[-1] < 1:

@@ -18,7 +18,9 @@ import tqdm
 
 from branch_replay import balance as balance_lib
 from branch_replay import engine
+from branch_replay import group as group_lib
 from branch_replay import host_memory
+from branch_replay import params as params_lib
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
@@ -49,7 +51,8 @@ def value_and_grad(
     schedule: sizes, policies and layout; on several devices "keep" becomes
       "recompute", as what is kept does not leave the devices.
     trainable: "all" or "adapters".
-    balance: as there.
+    balance: as there, of this group alone: who adds up the gradients of N
+      groups divides it by N.
     progress: whether to show a progress bar.
     offload: whether the prefix state and its cotangent stay in the host's
       memory, and on the device one layer at a time. Every chunk and every
@@ -72,6 +75,8 @@ def value_and_grad(
         "prefix_replay.value_and_grad."
     )
 
+  params_lib.check_model(model)
+  prefix_replay.check_loss(loss)
   if offload and not model.config.positional:
     raise ValueError(
         "offload=True is for full and latent attention: the state of "
@@ -83,12 +88,15 @@ def value_and_grad(
     )
 
   def run(params, group, *args):
+    params_lib.check(model, params)
+    group_lib.check(group, model.config)
     if group.prompt.ndim == 2:
       raise ValueError("The host loop takes one group, not stacked groups.")
     task = prefix_replay.make_task(
         model, group, readout, prefix_gradient, schedule, trainable=trainable,
         balance=balance,
     )
+    prefix_replay.check_args(args, group)
     if task.layout.devices > 1 and task.schedule.activations == "keep":
       again = dataclasses.replace(task.schedule, activations="recompute")
       task = dataclasses.replace(task, schedule=again)
@@ -202,7 +210,7 @@ class _Run:
     return sum(values), outputs, grads, accumulator
 
   def _prefix_pass(self, grads, accumulator, kept, seeds):
-    branches = self._group.tails.shape[0]
+    branches = balance_lib.answered(self._group.tail_lengths)
     seeds = jax.tree.map(lambda x: branches * x, seeds)
     for index in reversed(range(self._used)):
       grads, accumulator = self._done("prefix backward", _pop(

@@ -63,10 +63,8 @@ def evaluation(loss, outputs, prefix_pass, load) -> Evaluation | Balanced:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def capture(task: engine.Task, params, group, version=None, capacity=0):
+def capture(task: engine.Task, params, group, version, capacity=0):
   """The prefix state of one group, without checks."""
-  if version is None:
-    version = state_lib.fingerprint(params)
   here = functools.partial(_capture, task, capacity)
   return task.layout.over(here, ("params", "all", "all"), "state")(
       params, group, version
@@ -206,7 +204,7 @@ def prefix_pass(
 
 def _gradient(
     task, params, grads, group, state, key, cotangent, args=(),
-    kept=(None, None),
+    kept=(None, None), share=1.0,
 ):
   """Adds the gradient of one group; the schedule of all modes but capture.
 
@@ -230,8 +228,9 @@ def _gradient(
   if task.balance:
     counts = engine.count_choices(task, params, state, group)
     load = balance.load(task.config, counts)
-    seeds = balance.seeds(task.config, task.balance, counts)
-    prefix_seeds = jax.tree.map(lambda x: group.tails.shape[0] * x, seeds)
+    seeds = balance.seeds(task.config, share * task.balance, counts)
+    branches = balance.answered(group.tail_lengths)
+    prefix_seeds = jax.tree.map(lambda x: branches * x, seeds)
   grads, accumulator, outputs, extra = engine.visit_branches(
       task, params, grads, accumulator, state, group, cotangent, args, kept,
       seeds,
@@ -284,18 +283,20 @@ def _backward(task, params, group, state, key, kept, d_outputs):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def value_and_grad(task, loss, params, group, args, state, key):
+def value_and_grad(task, loss, params, group, args, state, key, share=1.0):
   """`Evaluation` and gradient, of one group or of stacked ones."""
   here = functools.partial(_value_and_grad, task, loss)
-  ins = "params", "all", "all", "state", "all"
+  ins = "params", "all", "all", "state", "all", "all"
   outs = "all", "grads"
   return task.layout.over(here, ins, outs, task.trained(params))(
-      params, group, args, state, key
+      params, group, args, state, key, share
   )
 
 
-def _value_and_grad(task, loss, params, group, args, state, key):
+def _value_and_grad(task, loss, params, group, args, state, key, share):
   cotangent = cotangent_of(loss)
+  if task.balance:
+    share = share / balance.groups(group.tail_lengths)
 
   def one(grads, inputs, state=None):
     group, args, key = inputs
@@ -303,7 +304,7 @@ def _value_and_grad(task, loss, params, group, args, state, key):
       keep = task.schedule.activations == "keep"
       state = _own_state(task, keep, params, group)
     grads, outputs, (whole, rest), reports = _gradient(
-        task, params, grads, group, state, key, cotangent, args
+        task, params, grads, group, state, key, cotangent, args, share=share
     )
     value = jnp.sum(whole) + (0 if rest is None else rest)
     return grads, evaluation(value, outputs, *reports)
@@ -325,6 +326,13 @@ def cotangent_of(loss):
   """(outputs, *args) -> (cotangent of the outputs, loss), see `engine`."""
   def cotangent(outputs, *args):
     value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
+    if not isinstance(value, jax.Array) or not jnp.issubdtype(
+        value.dtype, jnp.floating
+    ):
+      raise TypeError(
+          "The loss must return one float, the sum over the branches it is "
+          f"given, not {value!r}."
+      )
     if value.shape:
       raise ValueError(
           f"The loss has shape {value.shape}: it must be a scalar, the sum "

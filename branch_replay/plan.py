@@ -193,7 +193,10 @@ def _working(step: Step, params, trained) -> int:
 
 
 def longest_prefix(step: Step, budget: int) -> int:
-  """The most positions whose step fits `budget` bytes a device; 0 if none."""
+  """The most positions whose step fits `budget` bytes a device; 0 if none.
+
+  By memory alone: `config.max_positions` may be less.
+  """
   def fits(prefix):
     at = dataclasses.replace(step, prefix=prefix)
     return bytes_per_device(at)["total"] <= budget

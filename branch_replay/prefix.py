@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import engine
+from branch_replay import fingerprint
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import passes
+from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
@@ -45,12 +49,18 @@ def capture(
     version: u32 to mark the state with, instead of a fingerprint of `params`.
 
   Returns:
-    The state. It belongs to these parameters.
+    The state. It belongs to these parameters and to the model's config, but
+    for the fields that change nothing that is computed.
 
   Raises:
     ValueError: an empty prompt, an id outside the vocabulary, more positions
       than the model has.
   """
+  params_lib.check(model, params)
+  schedule_lib.check(schedule)
+  checks.flag(keep, "keep")
+  if version is not None:
+    checks.version(version)
   if not isinstance(prompt, group_lib.Group):
     prompt = group_lib.Group.create(prompt, [[]], config=model.config)
   group_lib.check(prompt, model.config)
@@ -62,12 +72,18 @@ def capture(
       model, schedule=dataclasses.replace(schedule, activations=policy)
   )
   if capacity is not None:
+    checks.integer(capacity, "capacity", 0)
     length = prompt.prompt_length - 1
     if group_lib.is_concrete(length) and capacity < int(length):
       raise ValueError(
           f"capacity={capacity} is less than the prefix of {length} positions."
       )
-  return passes.capture(task, params, prompt, version, capacity or 0)
+  if version is None:
+    version = fingerprint.of_params(params)
+  state = passes.capture(task, params, prompt, version, capacity or 0)
+  return dataclasses.replace(
+      state, model=fingerprint.of_config(model.config)
+  )
 
 
 def extend(
@@ -95,14 +111,19 @@ def extend(
 
   Raises:
     ValueError: no room, ids outside the vocabulary, more positions than the
-      model has, or other parameters; nothing has been overwritten then.
+      model has, or other parameters or another model; nothing has been
+      overwritten then.
   """
+  params_lib.check(model, params)
+  schedule_lib.check(schedule)
+  check_state(state)
   tokens = group_lib.as_ids(tokens, "tokens")
   length = int(state.length) + tokens.size
   if max(state.devices, schedule.layout.devices) > 1:
     raise ValueError("States are extended on one device only.")
   group_lib.check_tokens(tokens, model.config, "tokens")
   group_lib.check_positions(length, model.config)
+  check_model(state, model.config)
   check_version(state, params, version)
   if length > state.capacity:
     raise ValueError(
@@ -120,16 +141,25 @@ def extend(
   return state
 
 
+def check_state(state):
+  """Raises TypeError for what is no prefix state."""
+  checks.instance(
+      state, "state", state_lib.PrefixState, "capture makes one of a prompt."
+  )
+
+
 def check_single(group):
   """Raises ValueError for stacked groups."""
   if group.prompt.ndim != 1:
     raise ValueError("This takes one group, not stacked groups.")
 
 
-def check_samplable(state, params, group, version):
-  """Raises ValueError for a state that `params` cannot go on from."""
+def check_samplable(state, model, params, group, version):
+  """Raises ValueError for a state that cannot be gone on from."""
+  check_state(state)
   if state.devices > 1:
     raise ValueError("A state on several devices cannot be sampled from.")
+  check_model(state, model.config)
   _check_prompt(state, group)
   check_version(state, params, version)
 
@@ -140,8 +170,10 @@ def check_replayable(task, state, group):
   Raises:
     ValueError: a state this task cannot replay.
   """
+  check_state(state)
   if task.prefix_gradient == "full":
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
+  check_model(state, task.config)
   if state.devices != task.layout.devices:
     raise ValueError(
         f"The state lies on {state.devices} devices, the schedule's layout has "
@@ -186,6 +218,22 @@ def _check_prompt(state, group):
   return None
 
 
+def check_model(state, config):
+  """Raises ValueError for a state that a model of this config did not capture.
+
+  Also under `jit`, and whatever the state is marked with.
+  """
+  if state.model is None:
+    raise ValueError("The state was not made by capture: capture it.")
+  mine = fingerprint.of_config(config)
+  if state.model != mine:
+    raise ValueError(
+        "The state was captured by another model, of "
+        f"{fingerprint.difference(mine, state.model)}: capture it again with "
+        "this one."
+    )
+
+
 def check_version(state, params, version):
   """None, or under jit whether the state is of these parameters.
 
@@ -193,7 +241,9 @@ def check_version(state, params, version):
     ValueError: it is not, and the values are there to see it.
   """
   if version is None:
-    version = state_lib.fingerprint(params)
+    version = fingerprint.of_params(params)
+  else:
+    checks.version(version)
   if not group_lib.is_concrete((state.version, version)):
     return state.version == jnp.asarray(version, jnp.uint32)
   if int(state.version) != int(version):

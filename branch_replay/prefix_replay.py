@@ -9,8 +9,10 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import passes
 from branch_replay import prefix
 from branch_replay import readout as readout_lib
@@ -71,6 +73,7 @@ def replay(
       model, group, readout, prefix_gradient, schedule, sampling,
       one_pass=False,
   )
+  params_lib.check(model, params)
   check_key(task, key)
   if state is None and version is not None:
     raise ValueError("version= belongs to a state=.")
@@ -128,8 +131,10 @@ def dense_log_probs(
   Raises:
     ValueError: see `Group.create`; stacked groups.
   """
+  params_lib.check(model, params)
   group_lib.check(group, model.config)
   prefix.check_single(group)
+  checks.number(temperature, "temperature", above=0)
   attend = attention_reference.causal
   if group.block is not None:
     attend = functools.partial(
@@ -182,37 +187,46 @@ def value_and_grad(
     trainable: "all", or "adapters" for the gradient of low-rank adapters
       alone, see `adapters.add`; the base then costs no weight gradients.
     balance: coefficient of the load-balance term of a mixture of experts, see
-      `branch_replay.balance`, whose gradient is added; in "stop" that of the
-      tails alone. Unless 0 it costs one more forward pass of the tails, and the
-      result is a `passes.Balanced`, with the share of every expert.
+      `branch_replay.balance`, whose gradient is added; of stacked groups that
+      of the mean of their terms; in "stop" that of the tails alone. Unless 0 it
+      costs one more forward pass of the tails, and the result is a
+      `passes.Balanced`, with the share of every expert.
 
   Returns:
     A function (params, group, *args, state=None, key=None, allow_stale=False,
-    version=None) -> (`Evaluation`, grads): loss, outputs, and in "sampled"
-    which chunks ran. Each of `args` has the leading axes of the tails,
-    [G, ...] or [groups, G, ...]. Gradients are at least float32 and have the
-    structure of what is trained, `adapters.select(params, trainable)`.
+    version=None, balance_share=None) -> (`Evaluation`, grads): loss, outputs,
+    and in "sampled" which chunks ran. Each of `args` has the leading axes of
+    the tails, [G, ...] or [groups, G, ...]. Gradients are at least float32 and
+    have the structure of what is trained, `adapters.select(params, trainable)`.
+    Who adds up the gradients of N calls passes balance_share=1/N, a factor on
+    the load-balance term; None is 1.
 
   Raises:
     ValueError: by the function: see `replay`; adapters of a model without any.
   """
+  params_lib.check_model(model)
+  check_loss(loss)
+
   def run(
       params, group, *args, state=None, key=None, allow_stale=False,
-      version=None,
+      version=None, balance_share=None,
   ):
     task = make_task(
         model, group, readout, prefix_gradient, schedule, sampling,
         trainable=trainable, balance=balance,
     )
+    params_lib.check(model, params)
     check_key(task, key)
     if state is None and version is not None:
       raise ValueError("version= belongs to a state=.")
     if state is not None:
       if group.prompt.ndim == 2:
         raise ValueError("state= takes one group; stacked groups have several.")
+    check_args(args, group)
+    share = check_share(task, balance_share)
     good = _check(task, state, params, group, version, allow_stale)
     return _poisoned(good, passes.value_and_grad(
-        task, loss, params, group, args, state, key
+        task, loss, params, group, args, _inside(state), key, share
     ))
 
   return run
@@ -240,7 +254,9 @@ def _checked_forward(task, allow_stale, keep, params, group, state, version):
   # Checked here and not in `replay`: under `jax.grad` the parameters have
   # values only inside of the custom_vjp.
   good = _check(task, state, params, group, version, allow_stale)
-  outputs, state, kept = passes.forward(task, keep, params, group, state)
+  outputs, state, kept = passes.forward(
+      task, keep, params, group, _inside(state)
+  )
   return good, _poisoned(good, outputs), state, kept
 
 
@@ -253,6 +269,11 @@ def _check(task, state, params, group, version, allow_stale):
     found.append(prefix.check_version(state, params, version))
   found = [good for good in found if good is not None]
   return functools.reduce(jnp.logical_and, found) if found else None
+
+
+def _inside(state):
+  """The state as a computation takes it, once it has been checked."""
+  return None if state is None else dataclasses.replace(state, model=None)
 
 
 def _poisoned(good, tree):
@@ -276,9 +297,41 @@ _replay.defvjp(_replay_forward, _replay_backward)
 
 
 def check_key(task: engine.Task, key):
-  """Raises ValueError where chunks are to be drawn without a key."""
+  """Refuses a key that is none, or that is missing where chunks are drawn."""
   if task.prefix_gradient == "sampled" and key is None:
     raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
+  if key is not None:
+    checks.key(key)
+
+
+def check_loss(loss):
+  """Raises TypeError for what is no function of outputs."""
+  checks.function(
+      loss, "loss", "It is a function of the outputs and of further arguments."
+  )
+
+
+def check_args(args, group):
+  """Raises ValueError for arguments of a loss that are not one a branch."""
+  checks.leading(args, group.tails.shape[:-1], "one a branch of the group")
+
+
+def check_share(task: engine.Task, balance_share) -> float:
+  """The factor on the load-balance term.
+
+  Raises:
+    ValueError: there is no such term, or the factor is none.
+  """
+  if balance_share is None:
+    return 1.0
+  if not task.balance:
+    raise ValueError(
+        f"balance_share={balance_share} belongs to a load-balance term: say "
+        "balance=, or leave it out."
+    )
+  if group_lib.is_concrete(balance_share):
+    checks.number(balance_share, "balance_share", 0)
+  return balance_share
 
 
 def make_task(
@@ -286,6 +339,7 @@ def make_task(
     one_pass=True, trainable="all", balance=0.0,
 ) -> engine.Task:
   """The static half, with the activation policy settled."""
+  params_lib.check_model(model)
   group_lib.check(group, model.config)
   task = engine.Task(
       model, readout, prefix_gradient, schedule, sampling, trainable, balance

@@ -16,6 +16,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import layout as layout_lib
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
@@ -34,8 +35,7 @@ class LogProbs:
   temperature: float = 1.0
 
   def __post_init__(self):
-    if not self.temperature > 0:
-      raise ValueError(f"temperature must be > 0, not {self.temperature}.")
+    checks.number(self.temperature, "temperature", above=0)
 
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout

@@ -8,6 +8,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import layout as layout_lib
 from branch_replay import pattern
@@ -24,6 +25,11 @@ def check_mode(prefix_gradient: str):
         f"Unknown prefix_gradient {prefix_gradient!r}: use one of "
         f"{', '.join(get_args(PrefixGradient))}."
     )
+
+
+def check(schedule):
+  """Raises TypeError for what is no `Schedule`."""
+  checks.instance(schedule, "schedule", Schedule)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +69,16 @@ class Schedule:
   def __post_init__(self):
     for field in ("chunk_size", "branches_at_once", "readout_tokens"):
       value = getattr(self, field)
-      if value is not None and value < 1:
-        raise ValueError(f"{field} must be at least 1, not {value}.")
-    dtype = self.accumulator_dtype
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-      raise ValueError(f"accumulator_dtype must be a float: {dtype!r}")
+      if value is not None or field != "branches_at_once":
+        checks.integer(value, field, 1)
+    checks.integer(self.memory_budget, "memory_budget", 0)
+    checks.instance(
+        self.layout, "layout", layout_lib.Layout,
+        "sharding.sharded(params) makes one for several devices.",
+    )
+    if self.accumulator_dtype is not None:
+      dtype = checks.float_dtype(self.accumulator_dtype, "accumulator_dtype")
+      object.__setattr__(self, "accumulator_dtype", dtype.name)
     kernels.check_name(self.attention)
     if self.activations not in (None, *get_args(Activations)):
       raise ValueError(

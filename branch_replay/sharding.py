@@ -22,8 +22,11 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
+import numpy as np
 
+from branch_replay import checks
 from branch_replay import compare
+from branch_replay import params as params_lib
 from branch_replay import state as state_lib
 from branch_replay.layout import Layout
 from branch_replay.ops import attention
@@ -235,7 +238,11 @@ def sharded(params, devices=None) -> Sharded:
   Raises:
     ValueError: fewer devices than asked for.
   """
-  if devices is None or isinstance(devices, int):
+  params_lib.check_tree(params)
+  several = isinstance(devices, (list, tuple, np.ndarray))
+  if not several and devices is not None:
+    checks.integer(devices, "devices, where it is no list of them,")
+  if not several:
     there = jax.devices()
     devices = len(there) if devices is None else devices
   else:

@@ -15,8 +15,6 @@ from branch_replay.mixers import attention
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes as sizes_lib
 
-_SAMPLES = 1024  # strided elements of each parameter in a fingerprint
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +32,8 @@ class PrefixState:
       chunks are run again; nothing in stacks without experts.
     devices: how many devices the positions are dealt to; position p is on
       device p mod devices, and the arrays hold one device after the other.
+    model: what captured it, `fingerprint.of_config`; None inside of a
+      computation, where it has been checked.
   """
 
   mixer: Any
@@ -43,6 +43,9 @@ class PrefixState:
   kept: object = None
   choices: Any = dataclasses.field(default_factory=dict)
   devices: int = dataclasses.field(default=1, metadata=dict(static=True))
+  model: tuple | None = dataclasses.field(
+      default=None, metadata=dict(static=True)
+  )
 
   @property
   def capacity(self) -> int:
@@ -294,27 +297,3 @@ def resize(
           lambda x: attention.fit((x,), here)[0], state.choices
       ),
   )
-
-
-@jax.jit
-def fingerprint(params) -> jax.Array:
-  """u32 checksum over strided elements of every parameter.
-
-  Two sets of parameters that differ by one optimizer step differ in it, but
-  for a chance of about 2⁻³².
-  """
-  total = jnp.uint32(0)
-  for i, leaf in enumerate(jax.tree.leaves(params)):
-    flat = leaf.reshape(-1)
-    sample = flat[:: max(1, flat.size // _SAMPLES)]
-    wide = sample.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(wide, jnp.uint32)
-    if sample.dtype == jnp.float64:  # what float32 rounds away counts too
-      rest = (sample - wide.astype(sample.dtype)).astype(jnp.float32)
-      bits ^= jax.lax.bitcast_convert_type(rest, jnp.uint32) << 1
-    odd = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 2 * i + 1
-    total = total * jnp.uint32(0x9E3779B1) + jnp.sum(
-        (bits ^ (bits >> 15)) * (odd * jnp.uint32(0x85EBCA6B)),
-        dtype=jnp.uint32,
-    )
-  return total

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import group as group_lib
 
@@ -81,7 +82,8 @@ class Tree:
         positions than the model has, masks of other lengths, a first token
         that is trained, or sequences that begin differently.
     """
-    sequences = [group_lib.as_ids(ids, "sequences") for ids in sequences]
+    checks.instance(config, "config", config_lib.ModelConfig)
+    sequences = group_lib.as_rows(sequences, "sequences")
     if not sequences or not all(ids.size for ids in sequences):
       raise ValueError("A tree needs sequences of at least one token each.")
     if trained is None:
@@ -109,8 +111,14 @@ class Tree:
     Raises:
       ValueError: see `from_sequences`.
     """
+    checks.instance(config, "config", config_lib.ModelConfig)
     sequences, trained, ends = [], [], []
     for turns in episodes:
+      for turn in turns:
+        checks.instance(
+            turn, "episodes", Turn, "Each episode is a list of Turns."
+        )
+        checks.flag(turn.trained, "Turn.trained")
       of_turns = [group_lib.as_ids(turn.tokens, "turns") for turn in turns]
       if not sum(ids.size for ids in of_turns):
         raise ValueError("An episode of no tokens.")
@@ -243,9 +251,9 @@ def take(x_N, index):
 def check(tree: Tree, config: config_lib.ModelConfig):
   """Raises ValueError for a tree that no model could be run on."""
   if not isinstance(tree, Tree):
-    raise ValueError(
-        f"Expected a Tree, not {type(tree).__name__}: a tree is data of the "
-        "host and cannot be an argument of a function under jit."
+    raise TypeError(
+        f"tree must be a Tree, not a {type(tree).__name__}: a tree is data of "
+        "the host and cannot be an argument of a function under jit."
     )
   order = np.arange(len(tree.parents))
   if tree.parents[ROOT] != NO_PARENT or (

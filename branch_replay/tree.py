@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import engine
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import token_tree
@@ -72,6 +74,7 @@ def replay(
     ValueError: a tree that is not one, or is not the model's; no token with
       loss; an unknown mode; "sampled" without a key.
   """
+  params_lib.check(model, params)
   token_tree.check(tree, model.config)
   if tree.is_group:
     group, places_GT = _as_group(tree, model.config)
@@ -124,6 +127,8 @@ def log_probs(
   Raises:
     ValueError: see `replay`.
   """
+  params_lib.check(model, params)
+  token_tree.check(tree, model.config)
   readout = readout_lib.LogProbs(temperature)
   return tree.by_leaf(
       replay(model, params, tree, readout=readout, **options)
@@ -144,7 +149,9 @@ def dense_log_probs(
   Returns:
     f32[G, S], 0 where a token carries no loss or is padding.
   """
+  params_lib.check(model, params)
   token_tree.check(tree, model.config)
+  checks.number(temperature, "temperature", above=0)
   tokens_GS = jnp.asarray(tree.sequences())
   hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
   result = log_probs_lib.reference(
@@ -194,20 +201,23 @@ def value_and_grad(
       well, and the result is a `passes.Balanced`.
 
   Returns:
-    A function (params, tree, *args, key=None) -> (`Evaluation`, grads); each of
-    `args` has the leading axis N of `tree.tokens`, and so have the outputs.
+    A function (params, tree, *args, key=None, balance_share=None) ->
+    (`Evaluation`, grads); each of `args` has the leading axis N of
+    `tree.tokens`, and so have the outputs. Who adds up the gradients of several
+    trees passes balance_share=, as in `prefix_replay.value_and_grad`.
   """
-  def run(params, tree, *args, key=None):
+  params_lib.check_model(model)
+  prefix_replay.check_loss(loss)
+
+  def run(params, tree, *args, key=None, balance_share=None):
+    params_lib.check(model, params)
     token_tree.check(tree, model.config)
     size = tree.tokens.size
-    for x in jax.tree.leaves(args):
-      if np.shape(x)[:1] != (size,):
-        raise ValueError(
-            f"An argument of the loss has shape {np.shape(x)}: its first axis "
-            f"must be that of the tree's {size} tokens, tree.tokens.size."
-        )
+    checks.leading(args, (size,), "one a token of the tree, tree.tokens.size")
     args = jax.tree.map(jnp.asarray, args)
-    if tree.is_group:
+    # An empty tail of a group is padding; here it is a sequence, and counts.
+    empty = not tree.lengths[tree.leaves].all()
+    if tree.is_group and not (balance and empty):
       group, places_GT = _as_group(tree, model.config)
       evaluation, grads = prefix_replay.value_and_grad(
           model, loss, readout=readout, prefix_gradient=prefix_gradient,
@@ -215,7 +225,7 @@ def value_and_grad(
           balance=balance,
       )(params, group, *jax.tree.map(
           lambda x: token_tree.take(x, places_GT), args
-      ), key=key)
+      ), key=key, balance_share=balance_share)
       outputs = _at_places(evaluation.outputs, places_GT, size)
       return evaluation._replace(outputs=outputs), grads
     task, program = plan(
@@ -223,7 +233,10 @@ def value_and_grad(
         balance,
     )
     prefix_replay.check_key(task, key)
-    return tree_passes.gradient(task, params, program, size, loss, args, key)
+    share = prefix_replay.check_share(task, balance_share)
+    return tree_passes.gradient(
+        task, params, program, size, loss, args, key, share
+    )
 
   return run
 

@@ -68,7 +68,7 @@ def _forward(task: engine.Task, params, program: tree_order.Program, step):
 
 def gradient(
     task: engine.Task, params, program: tree_order.Program, size: int, loss,
-    args, key=None,
+    args, key=None, share=1.0,
 ):
   """The gradient in one pass: leaves are run once, inner runs there and back.
 
@@ -81,13 +81,14 @@ def gradient(
       only one of `args` is the cotangent of the outputs.
     args: tuple of pytrees of arrays with leading axis N.
     key: of "sampled".
+    share: factor on the load-balance term.
 
   Returns:
     `Evaluation`, or `Balanced` with a load-balance term: the loss's sum over
     runs, outputs [N, ...], and in "sampled" which runs were drawn; and
     gradients like `task.trained(params)`, at least float32.
   """
-  seeds, load = _count(task, params, program)
+  seeds, load = _count(task, params, program, share)
   held, now = tree_steps.empty(task, program.capacity, params)
   grads, total, of_now = tree_steps.start(task, program.capacity, params)
   nothing, stack, found, values = of_now, [], [], []
@@ -137,7 +138,7 @@ def gradient(
   return passes.evaluation(sum(values), outputs_N, report, load), grads
 
 
-def _count(task: engine.Task, params, program: tree_order.Program):
+def _count(task: engine.Task, params, program: tree_order.Program, share):
   """Seeds and load of the load-balance term, by a pass of their own."""
   if not task.balance:
     return None, None
@@ -152,7 +153,7 @@ def _count(task: engine.Task, params, program: tree_order.Program):
 
   _forward(task, params, program, step)
   return (
-      balance_lib.seeds(task.config, task.balance, counts),
+      balance_lib.seeds(task.config, share * task.balance, counts),
       balance_lib.load(task.config, counts),
   )
 

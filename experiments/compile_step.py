@@ -22,9 +22,16 @@ from branch_replay.training import step as step_lib
 
 
 class Target(NamedTuple):
-  """A slice of TPU chips: its topology, devices, and memory of each."""
+  """Devices to plan for.
 
-  topology: str
+  Attributes:
+    topology: of a slice of TPU chips, which can be compiled for without one;
+      None of GPUs, which are planned for by arithmetic alone.
+    devices: how many.
+    bytes: of memory of each.
+  """
+
+  topology: str | None
   devices: int
   bytes: int
 
@@ -33,22 +40,34 @@ TARGETS = {
     name: Target(name, 8, gib * plan.GIB)
     for name, gib in (("v5p:2x2x2", 95), ("v5e:2x4", 16), ("v6e:2x4", 32))
 }
+# GiB that the driver shows of one, less than its name says.
+GPUS = {"h20": 95, "h100": 79, "h200": 139, "b200": 178}
+NAMES = (*TARGETS, *(f"{name}:N" for name in GPUS))
 
 
 def target(name: str) -> Target:
-  """The target of that name.
+  """The target of that name: one of `TARGETS`, or "h100:8", GPUs by number.
 
   Raises:
     ValueError: there is none.
   """
-  if name not in TARGETS:
-    raise ValueError(
-        f"target={name!r} is unknown: use one of {', '.join(TARGETS)}."
-    )
-  return TARGETS[name]
+  if name in TARGETS:
+    return TARGETS[name]
+  kind, _, count = str(name).partition(":")
+  if kind in GPUS and count.isascii() and count.isdigit() and int(count) > 0:
+    return Target(None, int(count), GPUS[kind] * plan.GIB)
+  hint = f" Say how many, as in '{kind}:8'." if kind in GPUS else ""
+  raise ValueError(
+      f"target={name!r} is unknown: use one of {', '.join(NAMES)}.{hint}"
+  )
 
 
 def _devices(of: Target):
+  if of.topology is None:
+    raise ValueError(
+        "--compile is for TPU targets, "
+        f"{', '.join(TARGETS)}: GPUs are planned for by arithmetic."
+    )
   # The compiler would otherwise look for a metadata server, and for chips.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

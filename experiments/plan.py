@@ -5,7 +5,8 @@
   python -m experiments.plan --model=qwen3-8b --prefix=2097152 --branches=8 \\
     --tail=8192 --mode=exact --target=v5p:2x2x2
 
-Analytic and instant. With --compile the real training step is lowered and
+Analytic and instant, for TPU slices and for GPUs by number (--target=h100:8).
+With --compile the real training step is lowered and
 compiled for the target, which needs no such device but the TPU compiler:
 pip install "jax[tpu]" in an environment of its own.
 """
@@ -42,7 +43,7 @@ def _define_flags():
   )
   flags.DEFINE_string(
       "target", "v5p:2x2x2",
-      f"Devices to plan for: {', '.join(compile_step.TARGETS)}.",
+      f"Devices to plan for: {', '.join(compile_step.NAMES)}.",
   )
   flags.DEFINE_float(
       "budget_gib", None, "Memory of a device to fit; the target's by default."
@@ -118,6 +119,8 @@ def run(values) -> dict:
       values.budget_gib * _GIB
   )
   per_device = plan.bytes_per_device(step)
+  longest = plan.longest_prefix(step, budget)
+  context = presets.geometry(values.model).max_positions
   found = {
       "model": values.model,
       "mode": values.mode,
@@ -130,7 +133,9 @@ def run(values) -> dict:
       "bytes_per_device": per_device,
       **plan.work(step),
       "fits": per_device["total"] <= budget,
-      "longest_prefix": plan.longest_prefix(step, budget),
+      "longest_prefix": longest,
+      "model_positions": context,
+      "longest_prefix_in_context": max(0, min(longest, context - step.tail)),
   }
   if values.compile:
     found |= compile_step.compile_step(step, target)
@@ -153,6 +158,7 @@ def table(found: dict) -> str:
       f"  fits {found['budget_bytes'] / _GIB:.1f} GiB: "
       f"{'yes' if found['fits'] else 'no'}; longest prefix that does: "
       f"{found['longest_prefix']:,}",
+      *_context(found),
       f"  {found['flops']:.3g} operations; ideal speed-up over full "
       f"{found['ideal_speedup']:.2f}×",
   ]
@@ -163,6 +169,24 @@ def table(found: dict) -> str:
         f"another layout: {found['state_layout_copies']}"
     )
   return "\n".join(lines)
+
+
+def _context(found: dict) -> list[str]:
+  """What of a plan goes beyond the positions that the model was made for."""
+  positions, tail = found["model_positions"], found["tail"]
+  beyond = [
+      what for what, prefix in (
+          ("this plan", found["prefix"]),
+          ("the longest", found["longest_prefix"]),
+      ) if prefix + tail > positions
+  ]
+  if not beyond:
+    return []
+  return [
+      f"  the model has {positions:,} positions, {' and '.join(beyond)} more: "
+      "they need a model trained or scaled for it. Within them the longest "
+      f"prefix is {found['longest_prefix_in_context']:,}"
+  ]
 
 
 def _main(_):

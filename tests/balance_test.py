@@ -8,12 +8,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import branch_replay as br
 from branch_replay import balance
 from branch_replay import engine
 from branch_replay import host_loop
+from branch_replay import readout as readout_lib
 from branch_replay import sharding
 from branch_replay import state as state_lib
 from branch_replay import tree as tree_lib
@@ -21,6 +23,8 @@ from branch_replay.models import block
 from branch_replay.models import expert_layers
 from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import experts as ops
+from branch_replay.training import experience
+from branch_replay.training import learner as learner_lib
 from tests import tiny
 from tests import tree_test
 
@@ -35,13 +39,16 @@ def problem():
   return decoder, params, group, tiny.weights(group)
 
 
-def dense_term(decoder, params, tokens_GS, lengths_G, prefixes_G=0):
-  """B of whole sequences, layer by layer, and f.
+def dense_term(
+    decoder, params, tokens_GS, lengths_G, prefixes_G=0, counted_G=True
+):
+  """B of whole sequences, or of those that count, layer by layer, and f.
 
   Keys, values and probabilities of each one's prefix are constants.
   """
   experts = CONFIG.experts
   at_1S = jnp.arange(tokens_GS.shape[1])[None]
+  lengths_G = jnp.where(counted_G, lengths_G, 0)
   real_GS = at_1S < lengths_G[:, None]
   tail_GS = at_1S >= jnp.broadcast_to(prefixes_G, lengths_G.shape)[:, None]
 
@@ -87,7 +94,7 @@ def of_term(stopped=False):
   return jax.jit(jax.grad(
       lambda p: dense_term(
           decoder, p, group.sequences()[:, :-1], prefix + group.tail_lengths,
-          prefix if stopped else 0,
+          prefix if stopped else 0, group.tail_lengths > 0,
       ), has_aux=True,
   ))(params)
 
@@ -285,12 +292,108 @@ def test_stop_balances_the_leaves_of_a_tree_by_the_counts_of_all(x64):
   np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
 
 
+def linear(log_probs_GT, weights_GT):
+  return jnp.sum(log_probs_GT * weights_GT)
+
+
+def test_the_term_does_not_grow_with_the_number_of_groups(x64):
+  """The same prompt several times, its loss a mean over the batch."""
+  decoder, params, group, weights = problem()
+  plain = jax.jit(jax.grad(lambda p: linear(
+      br.dense_log_probs(decoder, p, group), weights
+  )))(params)
+  more, load = of_term()
+  wanted = added(plain, more)
+  function = br.value_and_grad(decoder, linear, balance=COEFFICIENT)
+  # With a group of empty tails, whose prompt must not count either.
+  empty = dataclasses.replace(
+      group, tail_lengths=jnp.zeros_like(group.tail_lengths)
+  )
+  evaluation, found = function(
+      params, br.stack([group, empty, group]),
+      jnp.stack([weights / 2, weights, weights / 2]),
+  )
+  assert tiny.worst(found, wanted) <= TOLERANCE
+  np.testing.assert_allclose(evaluation.load[2], load, rtol=1e-12)
+  _, quarter = function(params, group, weights / 4, balance_share=1 / 4)
+  four = jax.tree.map(lambda x: 4 * x, quarter)
+  assert tiny.worst(four, wanted) <= TOLERANCE
+
+
+def test_a_batch_of_training_has_the_mean_of_its_groups_terms(x64):
+  decoder, params, group, weights = problem()
+  learner = learner_lib.Learner(
+      decoder, Linear(), optax.sgd(1.0), balance=COEFFICIENT
+  )
+  log_probs = np.zeros(group.tails.shape)
+  one = experience.Experience("", group, log_probs, np.zeros(3), np.ones(3))
+
+  def of(batch):
+    share = jnp.stack([weights / len(batch)] * len(batch))
+    return learner.batch_gradient(
+        params, batch, (share,), version=0, key=jax.random.key(0)
+    )[2]
+
+  assert tiny.worst(of([one] * 3), of([one])) <= TOLERANCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+  """What a learner asks of an algorithm for its gradient."""
+
+  readout: readout_lib.LogProbs = readout_lib.LogProbs()
+
+  def loss(self, log_probs_GT, weights_GT):
+    return linear(log_probs_GT, weights_GT)
+
+
+def test_padding_of_any_kind_changes_nothing(x64):
+  decoder, params, group, weights = problem()
+  schedule = br.Schedule(chunk_size=4, branches_at_once=2)
+  room = ((0, 2), (0, 8))
+  padded = br.Group(
+      jnp.pad(group.prompt, (0, 8)), group.prompt_length,
+      jnp.pad(group.tails, room), jnp.pad(group.tail_lengths, (0, 2)),
+  )
+  for mode in ("exact", "full", "stop"):
+    (wide, more), (narrow, wanted) = (
+        run(
+            decoder, params, of, of_weights, schedule=schedule,
+            prefix_gradient=mode,
+        ) for of, of_weights in (
+            (padded, jnp.pad(weights, room)), (group, weights),
+        )
+    )
+    assert tiny.worst(more, wanted) <= TOLERANCE, mode
+    np.testing.assert_allclose(wide.load, narrow.load, rtol=1e-12)
+
+
+def test_several_trees_share_the_term(x64):
+  arguments = decoder, params, tree, weights = of_tree(
+      (21, [(9, [(4, []), (3, [])]), (5, [])]), 30
+  )
+  del arguments
+
+  def by(share):
+    return tree_lib.value_and_grad(decoder, linear, balance=COEFFICIENT)(
+        params, tree, tree.sum_over_leaves(weights) * share,
+        balance_share=share,
+    )[1]
+
+  third = jax.tree.map(lambda x: 3 * x, by(1 / 3))
+  assert tiny.worst(third, by(1.0)) <= TOLERANCE
+
+
 def test_coefficients_that_mean_nothing_are_refused():
   decoder, params = tiny.model(tiny.BASE)
   with pytest.raises(ValueError, match="the model has no experts"):
     br.value_and_grad(decoder, tiny.loss, balance=0.1)(params, tiny.group())
-  with pytest.raises(ValueError, match="must not be negative: -1"):
+  with pytest.raises(ValueError, match="balance must be at least 0, not -1"):
     balance.check(-1.0, CONFIG)
+  with pytest.raises(ValueError, match="balance_share=0.5 belongs to"):
+    br.value_and_grad(decoder, tiny.loss)(
+        params, tiny.group(), balance_share=0.5
+    )
 
 
 def test_without_a_coefficient_there_is_no_load():

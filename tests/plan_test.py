@@ -159,6 +159,49 @@ def test_a_hybrid_grows_with_its_full_layers_alone():
   assert kept["state"] - short["bytes_per_device"]["state"] == 256 * before
 
 
+def test_a_prefix_beyond_the_model_is_said_to_be_so(tmp_path):
+  short = dataclasses.replace(
+      presets.geometry("smollm2-135m"), max_positions=512
+  )
+  (tmp_path / "config.json").write_text(
+      json.dumps(hf_config.config_to_hf(short))
+  )
+  shape = dict(model=str(tmp_path), tail=64)
+  found = run(prefix=256, **shape)
+  assert found["model_positions"] == 512
+  assert found["longest_prefix_in_context"] == 512 - 64
+  assert found["longest_prefix"] > 512  # by memory
+  lines = planner.table(found)
+  assert "has 512 positions, the longest more" in lines and "is 448" in lines
+  assert "this plan and the longest more" in planner.table(
+      run(prefix=449, **shape)
+  )
+  within = run(
+      model="llama-3.1-8b", prefix=1024, tail=64, target="h100:1",
+      budget_gib=81.0,
+  )
+  assert within["longest_prefix"] == within["longest_prefix_in_context"] > 1024
+  assert "positions" not in planner.table(within)
+
+
+@pytest.mark.parametrize(
+    "name,gib", [("h20", 95), ("h100", 79), ("h200", 139), ("b200", 178)]
+)
+def test_gpus_are_planned_for_by_name_and_number(name, gib):
+  two, four = (run(target=f"{name}:{n}", budget_gib=None) for n in (2, 4))
+  assert two["budget_bytes"] == gib << 30
+  of_two, of_four = (
+      x["bytes_per_device"]["parameters"] for x in (two, four)
+  )
+  assert of_two == 2 * of_four
+  with pytest.raises(ValueError, match=rf"Say how many, as in '{name}:8'"):
+    run(target=name)
+  with pytest.raises(ValueError, match="is unknown"):
+    run(target=f"{name}:0")
+  with pytest.raises(ValueError, match="GPUs are planned for by arithmetic"):
+    run(target=f"{name}:8", compile=True)
+
+
 def test_what_cannot_be_planned_is_an_error():
   with pytest.raises(ValueError, match="did you mean 'qwen3-8b'"):
     run(model="qwen3-8")

@@ -204,3 +204,41 @@ def test_bad_settings():
     br.Sampling(chunks=0)
   with pytest.raises(ValueError, match="floor"):
     br.Sampling(floor=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_probabilities_of_a_narrow_accumulator_are_not_narrow(dtype):
+  config = tiny.BASE
+  rng = np.random.default_rng(0)
+  # Sums of squares of 2¹⁴ and more: a narrow one stops growing, or overflows.
+  cotangent = 30 * rng.normal(size=(2, 2, 2, 64, 16))
+  accumulator = tuple(jnp.asarray(x, dtype) for x in cotangent)
+  starts_N = jnp.arange(4) * 16
+  size_N = chunk_sampling.sizes(config, accumulator, starts_N, 3)
+  assert size_N.dtype == jnp.float32
+  by_hand = np.stack([np.asarray(x, np.float64) for x in accumulator])
+  by_hand = np.sqrt(
+      (by_hand.reshape(2, 2, 2, 4, 16, 16) ** 2).sum(axis=(0, 1, 2, 4, 5))
+  )
+  np.testing.assert_allclose(size_N, by_hand, rtol=1e-6)
+  q_N = chunk_sampling.probabilities(
+      br.Sampling(chunks=2), size_N, jnp.ones(4, bool), jnp.float32(2)
+  )
+  np.testing.assert_allclose(
+      q_N, 2 * by_hand / by_hand.sum(), rtol=1e-5
+  )
+  weight_N = chunk_sampling.weight(q_N, True)
+  np.testing.assert_allclose(q_N * weight_N, 1, rtol=1e-6)
+
+
+def test_a_narrow_accumulator_is_sampled_from_by_wide_numbers():
+  decoder, params = tiny.model(tiny.BASE)
+  group = tiny.group(prompt=33)
+  evaluation, _ = jax.eval_shape(
+      lambda params: br.value_and_grad(
+          decoder, tiny.loss, prefix_gradient="sampled",
+          schedule=br.Schedule(chunk_size=8, accumulator_dtype="bfloat16"),
+      )(params, group, tiny.weights(group), key=jax.random.key(0)), params,
+  )
+  assert evaluation.prefix_pass.probability.dtype == jnp.float32
+  assert evaluation.prefix_pass.size.dtype == jnp.float32

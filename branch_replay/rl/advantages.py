@@ -13,6 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 
 _ROUNDINGS = 4
@@ -210,7 +211,7 @@ def check_rewards(rewards_G, shape: tuple[int, ...]) -> np.ndarray:
 
 def _prepared(rewards_G, mask_G):
   """At least float32, and a mask."""
-  rewards_G = jnp.asarray(rewards_G)
+  rewards_G = checks.numbers_of(rewards_G, "rewards")
   rewards_G = rewards_G.astype(config_lib.at_least_float32(rewards_G.dtype))
   if mask_G is None:
     return rewards_G, jnp.ones(rewards_G.shape, bool)

@@ -12,6 +12,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from branch_replay import checks
+
 
 @dataclasses.dataclass(frozen=True)
 class Law:
@@ -29,12 +31,11 @@ class Law:
   top_p: float | None = None
 
   def __post_init__(self):
-    if not self.temperature >= 0:
-      raise ValueError(f"temperature must be ≥ 0, not {self.temperature}.")
-    if self.top_k is not None and self.top_k < 1:
-      raise ValueError(f"top_k must be at least 1, not {self.top_k}.")
-    if self.top_p is not None and not 0 < self.top_p <= 1:
-      raise ValueError(f"top_p must lie in (0, 1], not {self.top_p}.")
+    checks.number(self.temperature, "temperature", 0)
+    if self.top_k is not None:
+      checks.integer(self.top_k, "top_k", 1)
+    if self.top_p is not None:
+      checks.number(self.top_p, "top_p", above=0, most=1)
 
 
 def noise(key, row, position, size: int, dtype) -> jax.Array:

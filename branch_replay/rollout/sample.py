@@ -23,8 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import group as group_lib
+from branch_replay import params as params_lib
 from branch_replay import prefix
+from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout import law as law_lib
@@ -87,18 +90,22 @@ def sample(
       positions than the model has, drafts without a drafter, a state or layers
       of other parameters, or log-probs that are not finite.
   """
+  params_lib.check(model, params)
   config = model.config
+  checks.key(key)
+  checks.instance(law, "law", law_lib.Law)
+  checks.flag(compact, "compact")
+  schedule_lib.check(schedule)
   if isinstance(prompt, group_lib.Group):
     raise ValueError(
         "sample draws token by token after a prompt's ids; it takes no Group, "
         f"and no tails in blocks (block={prompt.block})."
     )
-  if branches < 1 or max_tokens < 1:
-    raise ValueError(
-        f"branches={branches} and max_tokens={max_tokens} must be at least 1."
-    )
+  checks.integer(branches, "branches", 1)
+  checks.integer(max_tokens, "max_tokens", 1)
   sizes = loop.buckets(branches) if compact else (branches,)
   draft_lengths = _draft_lengths(draft_length, sizes, drafter)
+  stop_ids = group_lib.as_ids(stop_ids, "stop_ids")
   group_lib.check_tokens(stop_ids, config, "stop ids")
   group = group_lib.Group.create(prompt, [[]], config=config)
   length = int(group.prompt_length)
@@ -108,13 +115,14 @@ def sample(
   if state is None:
     state = prefix.capture(model, params, group, schedule=schedule)
   else:
-    prefix.check_samplable(state, params, group, version)
+    prefix.check_samplable(state, model, params, group, version)
   if layers is not None:
+    checks.instance(layers, "layers", unstacked.Layers)
     unstacked.check(layers, params, version)
   inputs = Inputs(
       # Without what only learning reads: else a state that has it would be
       # another program's argument.
-      params, dataclasses.replace(state, kept=None),
+      params, dataclasses.replace(state, kept=None, model=None),
       group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),
       None if layers is None else layers.parts,
@@ -157,6 +165,16 @@ def _check_finite(rollout: Rollout, params, state) -> None:
 
 def _draft_lengths(draft_length, sizes, drafter) -> dict[int, int]:
   """k of every batch bucket, largest first."""
+  if drafter is not None:
+    lacks = [
+        name for name in ("init", "propose", "observe", "keep")
+        if not hasattr(drafter, name)
+    ]
+    if lacks or isinstance(drafter, type):
+      raise TypeError(
+          "drafter must be one of rollout.drafters, made as in NGram(), or "
+          f"have their methods, not {drafter!r}."
+      )
   if not isinstance(draft_length, Mapping):
     draft_length = dict.fromkeys(sizes, draft_length)
   missing = [size for size in sizes if size not in draft_length]
@@ -166,8 +184,8 @@ def _draft_lengths(draft_length, sizes, drafter) -> dict[int, int]:
         f"one for each of {list(sizes)}."
     )
   lengths = {size: draft_length[size] for size in sizes}
-  if min(lengths.values()) < 0:
-    raise ValueError(f"draft_length must be at least 0: {lengths}.")
+  for length in lengths.values():
+    checks.integer(length, "draft_length", 0)
   if drafter is None and any(lengths.values()):
     raise ValueError(
         f"Draft lengths {lengths} without a drafter: pass drafter=, for "

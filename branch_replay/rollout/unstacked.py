@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax
 
 from branch_replay import config as config_lib
+from branch_replay import fingerprint
 from branch_replay import pattern
-from branch_replay import state as state_lib
 
 
 class Layers(NamedTuple):
@@ -45,14 +45,14 @@ def layers(
     version: u32 that stands for them, instead of a fingerprint.
   """
   if version is None:
-    version = state_lib.fingerprint(params)
+    version = fingerprint.of_params(params)
   return Layers(_parts(config, params["layers"]), version)
 
 
 def check(made: Layers, params, version=None):
   """Raises ValueError for layers that were made from other parameters."""
   if version is None:
-    version = state_lib.fingerprint(params)
+    version = fingerprint.of_params(params)
   if int(made.version) != int(version):
     raise ValueError(
         "layers= were made from other parameters: make them again after an "

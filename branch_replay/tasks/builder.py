@@ -22,6 +22,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
+from branch_replay import checks
 from branch_replay.tasks import splits
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
@@ -191,6 +192,9 @@ def rows_builder(
     recipe: Recipe, text: text_lib.Text, data_dir: str | None
 ) -> Rows:
   """The tensorflow-datasets builder of these rows."""
+  checks.instance(
+      recipe, "recipe", Recipe, "tasks.recipe(name, ...) makes one."
+  )
   root = pathlib.Path(data_dir or DEFAULT_DATA_DIR).expanduser().resolve()
   config = Config(
       name=f"{text.name}-{digest(recipe, text)}",

@@ -16,6 +16,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from branch_replay import adapters
@@ -62,7 +63,8 @@ class Learner:
     sampling: of "sampled".
     schedule: sizes, policies and layout.
     trainable: "all" or "adapters".
-    balance: of a mixture of experts, as in `prefix_replay.value_and_grad`.
+    balance: of a mixture of experts, as in `prefix_replay.value_and_grad`; of
+      a batch the mean of its groups' terms.
     param_dtype: of trained parameters, as in `step.create`.
   """
 
@@ -109,7 +111,9 @@ class Learner:
   def _pull(self):
     return jax.jit(jax.value_and_grad(self.algorithm.loss))
 
-  def gradient(self, params, one, args, *, version, key, stale=False):
+  def gradient(
+      self, params, one, args, *, version, key, stale=False, share=1.0
+  ):
     """Loss, outputs and gradient of one group.
 
     Where branches are run one by one ("full") and the loss needs pairs of them,
@@ -122,7 +126,9 @@ class Learner:
       version: of these parameters.
       key: a PRNG key, for "sampled".
       stale: accept a state that was captured under other parameters.
+      share: of this group in the load-balance term, 1 / N of N groups.
     """
+    of_balance = {"balance_share": share} if self.balance else {}
     if self.prefix_gradient == "full":
       if isinstance(self.algorithm, algorithms.Preference):
         outputs = prefix_replay.replay(
@@ -130,12 +136,14 @@ class Learner:
             prefix_gradient="full", schedule=self.schedule,
         )
         loss, coefficients = self._pull(outputs, *args)
-        _, grads = self._linear(params, one.group, coefficients)
+        _, grads = self._linear(
+            params, one.group, coefficients, **of_balance
+        )
         return loss, outputs, grads
       one = dataclasses.replace(one, state=None)
     evaluation, grads = self._gradient(
         params, one.group, *args, state=one.state, key=key, allow_stale=stale,
-        version=None if one.state is None else version,
+        version=None if one.state is None else version, **of_balance,
     )
     return evaluation.loss, evaluation.outputs, grads
 
@@ -216,10 +224,14 @@ class Learner:
       stale: accept states that were captured under other parameters.
     """
     grads, outputs, loss = None, [], 0.0
+    # A group of empty tails has no load to balance, as in stacked groups.
+    groups = sum(bool(np.any(one.group.tail_lengths)) for one in batch)
+    share = 1 / max(groups, 1)
     for place, one in enumerate(batch):
       value, read, more = self.gradient(
           params, one, jax.tree.map(lambda x, place=place: x[place], args),
           version=version, key=jax.random.fold_in(key, place), stale=stale,
+          share=share,
       )
       grads = more if grads is None else _add(grads, more)
       outputs.append(read)

@@ -23,7 +23,9 @@ from jax.sharding import PartitionSpec
 import optax
 
 from branch_replay import adapters
+from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay import params as params_lib
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay.layout import Layout
@@ -155,6 +157,14 @@ def create(
   Raises:
     ValueError: see `as_trained`.
   """
+  params_lib.check_tree(params)
+  _check_optimizer(optimizer)
+  adapters.check_name(trainable)
+  if not adapters.select(params, trainable):
+    raise ValueError(
+        f"trainable={trainable!r}, but params has no adapters: use "
+        "adapters.add."
+    )
   where = shardings(params, optimizer, trainable=trainable, layout=layout)
   if where is not None:
     params = jax.device_put(params, where.params)
@@ -314,6 +324,13 @@ def _rounded_away(before, after, updates) -> jax.Array:
   return lost / jnp.maximum(there, 1)
 
 
+def _check_optimizer(optimizer):
+  checks.instance(
+      optimizer, "optimizer", optax.GradientTransformation,
+      "Call it, as in optax.adamw(1e-5).",
+  )
+
+
 def make_step(
     model: decoder.Decoder,
     loss,
@@ -338,6 +355,7 @@ def make_step(
     `Report`), with args a tuple of arrays with leading axis G. It donates the
     train_state: what was passed in is gone.
   """
+  _check_optimizer(optimizer)
   gradient = prefix_replay.value_and_grad(
       model, loss, schedule=schedule, trainable=trainable, **options
   )

@@ -10,6 +10,7 @@ from typing import Any
 import gguf as gguf_format
 import numpy as np
 
+from branch_replay import checks
 from branch_replay.models import decoder
 from branch_replay.weights import gguf_config
 from branch_replay.weights import gguf_tokenizer
@@ -46,7 +47,7 @@ def load_gguf(
       unexpected, misshapen or of a type that cannot be dequantised; or its
       tokenizer is not supported.
   """
-  metadata, tensors = _read(pathlib.Path(file))
+  metadata, tensors = _read(checks.path(file, "file"))
   factors_H = None
   if _ROPE_FACTORS in tensors:
     factors_H = _dequantised(tensors.pop(_ROPE_FACTORS))

@@ -19,7 +19,9 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
+from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay import params as params_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
@@ -78,7 +80,7 @@ def load_hf(
       head of its own that differs from the embedding; or the tokenizer cannot
       be loaded.
   """
-  directory = pathlib.Path(directory)
+  directory = checks.path(directory, "directory")
   mapping = _read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
     handles = _open_tensors(directory, stack)
@@ -253,7 +255,9 @@ def save_hf(
       id is outside the vocabulary; or the directory holds a sharded export,
       which readers would mix with this one.
   """
-  directory = pathlib.Path(directory)
+  directory = checks.path(directory, "directory")
+  checks.instance(config, "config", config_lib.ModelConfig)
+  params_lib.check_tree(params)
   if (directory / _INDEX).exists():
     raise ValueError(
         f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "

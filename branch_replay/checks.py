@@ -1,0 +1,176 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What arguments are refused for, in the same words everywhere.
+
+Every check raises a TypeError for a value of the wrong type and a ValueError
+for one that cannot be, with the argument's name and what was given.
+"""
+
+import math
+import numbers
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def integer(value, name: str, least: int | None = None) -> None:
+  """Refuses what is no whole number, and one below `least`."""
+  whole = isinstance(value, (numbers.Integral, np.integer))
+  if not whole or isinstance(value, (bool, np.bool_)):
+    raise TypeError(
+        f"{name} must be a whole number, not {value!r} of type "
+        f"{type(value).__name__}."
+    )
+  if least is not None and value < least:
+    raise ValueError(f"{name} must be at least {least}, not {value}.")
+
+
+def number(
+    value, name: str, least: float | None = None, most: float | None = None, *,
+    above: float | None = None, below: float | None = None,
+) -> None:
+  """Refuses what is no finite number, and one outside of its range.
+
+  Args:
+    value: what was given; arrays, which `jit` may hide, are no constants.
+    name: of the argument.
+    least: the smallest that is accepted.
+    most: the largest that is accepted.
+    above: what it must be larger than.
+    below: what it must be smaller than.
+  """
+  if not isinstance(value, (numbers.Real, np.number)) or isinstance(
+      value, (bool, np.bool_)
+  ):
+    raise TypeError(
+        f"{name} must be a number, not {value!r} of type "
+        f"{type(value).__name__}."
+    )
+  if not math.isfinite(value):
+    raise ValueError(f"{name} must be finite, not {value}.")
+  for bound, words, fails in (
+      (least, "at least", lambda: value < least),
+      (most, "at most", lambda: value > most),
+      (above, "more than", lambda: value <= above),
+      (below, "less than", lambda: value >= below),
+  ):
+    if bound is not None and fails():
+      raise ValueError(f"{name} must be {words} {bound}, not {value}.")
+
+
+def flag(value, name: str) -> None:
+  """Refuses what is neither true nor false."""
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(
+        f"{name} must be True or False, not {value!r} of type "
+        f"{type(value).__name__}."
+    )
+
+
+def instance(value, name: str, kind: type | tuple, hint: str = "") -> None:
+  """Refuses what is not of a type."""
+  if not isinstance(value, kind):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wanted = " or ".join(x.__name__ for x in kinds)
+    raise TypeError(
+        f"{name} must be {'an' if wanted[0] in 'AEIOU' else 'a'} {wanted}, not "
+        f"{_shown(value)}.{' ' if hint else ''}{hint}"
+    )
+
+
+def function(value, name: str, hint: str = "") -> None:
+  """Refuses what cannot be called."""
+  if not callable(value):
+    raise TypeError(
+        f"{name} must be a function, not {_shown(value)}."
+        f"{' ' if hint else ''}{hint}"
+    )
+
+
+def float_dtype(value, name: str) -> np.dtype:
+  """The dtype of that name; refuses what is none, or none of floats."""
+  try:
+    dtype = jnp.dtype(value)
+  except TypeError as error:
+    raise ValueError(
+        f"{name}={value!r} is no dtype: use 'float32', 'bfloat16', 'float16' "
+        "or 'float64'."
+    ) from error
+  if value is None or not jnp.issubdtype(dtype, jnp.floating):
+    raise ValueError(f"{name} must be a float dtype, not {value!r}.")
+  return dtype
+
+
+def path(value, name: str) -> pathlib.Path:
+  """The path; refuses what is none."""
+  instance(value, name, (str, os.PathLike))
+  return pathlib.Path(value)
+
+
+def numbers_of(value, name: str):
+  """An array; refuses what holds no numbers, or is a single one."""
+  array = value if isinstance(value, jax.Array) else np.asarray(value)
+  if array.dtype != jnp.bfloat16 and array.dtype.kind not in "buif":
+    raise TypeError(f"{name} must be numbers, not {_shown(value)}.")
+  if not array.ndim:
+    raise ValueError(f"{name} must be one for every branch, not {value!r}.")
+  return jnp.asarray(array)
+
+
+def key(value, name: str = "key") -> None:
+  """Refuses what is no PRNG key of jax."""
+  typed = hasattr(value, "dtype") and jnp.issubdtype(
+      value.dtype, jax.dtypes.prng_key
+  )
+  raw = hasattr(value, "dtype") and value.dtype == jnp.uint32
+  if not (typed and np.shape(value) == ()) and not (
+      raw and np.shape(value) in ((2,), (4,))
+  ):
+    raise TypeError(
+        f"{name} must be one PRNG key, as jax.random.key(0) makes them, not "
+        f"{_shown(value)}."
+    )
+
+
+def version(value, name: str = "version") -> None:
+  """Refuses what cannot mark a state: no whole number of 32 bits."""
+  if isinstance(value, jax.Array):
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+      raise TypeError(
+          f"{name} must be one whole number, not {_shown(value)}."
+      )
+    return
+  if isinstance(value, np.ndarray) and not value.shape:
+    value = value.item()
+  integer(value, name, 0)
+  if value >= 1 << 32:
+    raise ValueError(f"{name} must be less than 2³², not {value}.")
+
+
+def leading(args, wanted: tuple[int, ...], of: str) -> None:
+  """Refuses arguments of a loss without the leading axes of what it is over.
+
+  Args:
+    args: pytree of arrays.
+    wanted: the leading axes.
+    of: what these are, for the message.
+  """
+  for x in jax.tree.leaves(args):
+    if np.shape(x)[: len(wanted)] != wanted:
+      raise ValueError(
+          f"An argument of the loss has shape {np.shape(x)}: its leading axes "
+          f"must be {wanted}, {of}. What is the same for all is no argument: "
+          "make it part of the loss, functools.partial(loss, ...)."
+      )
+
+
+def _shown(value) -> str:
+  """A value for a message: its type, and its shape or a few letters."""
+  kind = type(value).__name__
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return f"a {kind} {value.dtype}{list(np.shape(value))}"
+  text = repr(value)
+  return f"{text if len(text) < 60 else text[:57] + '...'} of type {kind}"
