@@ -218,7 +218,7 @@ def sample(model, params, prompt, key, *, branches, most, stop_ids):
   The token at absolute position p of row b is the argmax of its log-probs plus
   Gumbel noise of the key folded with b, then with p.
   """
-  tails, log_probs = [[] for _ in range(branches)], [[] for _ in range(branches)]
+  tails, log_probs = ([[] for _ in range(branches)] for _ in range(2))
   for row in range(branches):
     while len(tails[row]) < most and not (
         tails[row] and tails[row][-1] in stop_ids

@@ -33,7 +33,8 @@ STOPS = tuple(range(0, 64, 5))
 RATES = [2e-3, 1e-3, 3e-3, 2.5e-3, 5e-4, 1.5e-3, 1e-3, 2e-3]
 CLIP = 0.3  # the greatest norm of a gradient
 TOLERANCE = 1e-9  # of the distance that a parameter is moved
-SAMPLING, EVALUATION = 2**31, 2**31 + 2  # what keys are folded with
+# What keys are folded with.
+SAMPLING, CHUNKS, EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
 
 def rows_of() -> list[tasks.Example]:
@@ -127,6 +128,13 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
     return seen[-1]
 
   monkeypatch.setattr(experience, "collect", spy)
+  keys, plain = [], learner_lib.Learner.update
+
+  def keyed(self, *args, key, **options):
+    keys.append(jax.random.key_data(key).tolist())
+    return plain(self, *args, key=key, **options)
+
+  monkeypatch.setattr(learner_lib.Learner, "update", keyed)
   train_state, hand = start(params)
   position = 0
   for step in range(2):
@@ -159,6 +167,11 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
       np.testing.assert_allclose(
           one.log_probs[:, :MOST], log_probs, atol=1e-12
       )
+    of_updates = jax.random.fold_in(key, CHUNKS)
+    assert keys[4 * step :] == [
+        jax.random.key_data(jax.random.fold_in(of_updates, update)).tolist()
+        for update in range(4)
+    ]
     seen.clear()
 
     fixed, _ = by_hand.read(model, reference, batch, width=MOST)
@@ -168,13 +181,16 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
       mine, mask = batch[at : at + 1], by_hand.mask_of(batch, MOST)[at]
       advantages = by_hand.group_centred(mine[0].rewards[None])[0]
 
-      def whole(params, at=at, mine=mine, mask=mask, advantages=advantages):
+      def whole(
+          params, mine=mine, mask=mask, advantages=advantages, old=old[at],
+          fixed=fixed[at],
+      ):
         log_probs = by_hand.read(model, params, mine, width=MOST)[0][0]
-        ratio = jnp.exp(jnp.where(mask, log_probs - old[at], 0))
+        ratio = jnp.exp(jnp.where(mask, log_probs - old, 0))
         loss = by_hand.surrogate(
             ratio, advantages[:, None], low=0.1, high=0.15, dual=1.5
         )
-        loss += 0.2 * by_hand.k3(log_probs, fixed[at])
+        loss += 0.2 * by_hand.k3(log_probs, fixed)
         return by_hand.sequence_mean(loss, mask)
 
       value, grads = jax.value_and_grad(whole)(hand.tree)

@@ -54,7 +54,7 @@ class Constants:
     read = functools.partial(by_hand.read, model, batch=BATCH, width=WIDTH)
     log_probs, values = (np.array(x) for x in read(params))
     noise = np.random.default_rng(6).normal(size=log_probs.shape)
-    self.old = np.where(MASK, log_probs + 0.2 * noise, 50.0)
+    self.old = np.where(MASK, log_probs + 0.15 * noise, 50.0)
     self.values = values
     self.reference = np.array(read(reference)[0])
 
@@ -176,10 +176,60 @@ ALGORITHMS = {
 }
 
 
+def report_by_hand(name, log_probs, values, of: Constants) -> dict:
+  """What an update is to say of itself, token by token."""
+  log_probs, values = np.asarray(log_probs), np.asarray(values)
+  if name == "supervised":
+    return {"answer_loss": -log_probs[MASK].mean()}
+  if name in ("dpo", "ipo"):
+    sums = np.where(MASK, log_probs - of.reference, 0).sum(-1)
+    margins = np.array([
+        sums[n, better] - sums[n, worse]
+        for n, one in enumerate(BATCH)
+        for better, worse in by_hand.pairs(one.rewards)
+    ])
+    return {"margin": margins.mean(), "ordered": np.mean(margins > 0)}
+  difference = (log_probs - of.old)[MASK]
+  found = {
+      "mismatch_mean": np.abs(difference).mean(),
+      "mismatch_max": np.abs(difference).max(),
+  }
+  if name in ("grpo", "ppo"):
+    delta = (log_probs - of.reference)[MASK]
+    found["kl_reference"] = np.mean(np.exp(-delta) - 1 + delta)
+  if name == "ppo":
+    advantages, returns = by_hand.gae(
+        REWARDS, of.values, MASK, discount=0.97, trace=0.8
+    )
+    found["value_error"] = np.mean((values - returns)[MASK] ** 2)
+    advantages = by_hand.whiten(advantages, MASK)[MASK]
+  elif name == "dr grpo":
+    advantages = by_hand.group_centred(REWARDS)
+  else:
+    advantages = by_hand.group_relative(REWARDS)
+  if not name.startswith("reinforce"):
+    if name == "gspo":
+      of_answer = np.where(MASK, log_probs - of.old, 0).sum(-1) / MASK.sum(-1)
+      difference = np.broadcast_to(of_answer[..., None], MASK.shape)[MASK]
+    if advantages.ndim == 2:
+      advantages = np.broadcast_to(advantages[..., None], MASK.shape)[MASK]
+    r, up = np.exp(difference), advantages >= 0
+    found |= {
+        "ratio_mean": r.mean(), "ratio_max": r.max(),
+        "clipped_low": np.mean(~up & (r < 1 - CLIP["low"])),
+        "clipped_high": np.mean(up & (r > 1 + CLIP["high"])),
+        "clipped_dual": np.mean(~up & (r > DUAL)),
+        "kl_old": np.mean(r - 1 - np.log(r)),
+        "effective_sample_size": r.sum() ** 2 / (r.size * np.sum(r**2)),
+    }
+  return found
+
+
 def experiences(model, of: Constants):
   return [
       experience.Experience(
-          f"row-{n}", br.Group.create(one.prompt, one.tails, config=model.config),
+          f"row-{n}",
+          br.Group.create(one.prompt, one.tails, config=model.config),
           of.old[n], one.rewards, np.ones(4, bool),
       )
       for n, one in enumerate(BATCH)
@@ -201,14 +251,14 @@ def test_three_updates_are_those_written_down_by_hand(x64, name):
       model, algorithm,
       optimizers.adamw(
           lambda update: jnp.asarray(RATES)[update], b1=0.8, b2=0.95,
-          clip_norm=0.05,
+          clip_norm=0.01,
       ),
   )
   known = mine.know(params, batch, version=0, reference=reference)
   train_state = step_lib.create(
       jax.tree.map(jnp.copy, params), mine.optimizer
   )
-  hand = by_hand.AdamW(params, RATES, b1=0.8, b2=0.95, clip=0.05)
+  hand = by_hand.AdamW(params, RATES, b1=0.8, b2=0.95, clip=0.01)
 
   def whole(params):
     return loss(
@@ -220,10 +270,18 @@ def test_three_updates_are_those_written_down_by_hand(x64, name):
         train_state, batch, known, version=number, key=jax.random.key(0)
     )
     train_state = update.train_state
+    wanted = report_by_hand(
+        name, *by_hand.read(model, hand.tree, batch=BATCH, width=WIDTH), of
+    )
+    assert set(update.report) >= set(wanted)
+    for what, x in wanted.items():
+      np.testing.assert_allclose(
+          update.report[what], x, rtol=1e-6, atol=1e-9, err_msg=what
+      )
     value, grads = jax.value_and_grad(whole)(hand.tree)
     norm = hand.update(grads)
     np.testing.assert_allclose(update.loss, value, rtol=1e-9)
     np.testing.assert_allclose(update.grad_norm, norm, rtol=1e-9)
-    assert norm > 0.05, "is clipped"
+    assert norm > 0.01, "is clipped"
   assert train_state.step == 3
   by_hand.assert_moved_alike(train_state.params, hand, params, TOLERANCE)
