@@ -22,7 +22,7 @@ from tests import by_hand
 
 WIDTH = 8  # T, the bucket of the longest answer
 CLIP, DUAL = dict(low=0.1, high=0.25), 1.4
-RATES = [1e-3, 3e-3, 2e-3]  # by update
+RATES = [1e-4, 3e-4, 2e-4]  # by update
 TOLERANCE = 1e-10  # of the distance that a parameter is moved
 
 
@@ -53,8 +53,8 @@ class Constants:
   def __init__(self, model, params, reference):
     read = functools.partial(by_hand.read, model, batch=BATCH, width=WIDTH)
     log_probs, values = (np.array(x) for x in read(params))
-    noise = np.random.default_rng(6).normal(size=log_probs.shape)
-    self.old = np.where(MASK, log_probs + 0.15 * noise, 50.0)
+    noise = np.random.default_rng(13).normal(size=log_probs.shape)
+    self.old = np.where(MASK, log_probs + 0.3 * noise, 50.0)
     self.values = values
     self.reference = np.array(read(reference)[0])
 
