@@ -26,23 +26,19 @@ class Answers(NamedTuple):
   rewards: np.ndarray
 
 
-@functools.cache
-def _reader(model, temperature: float):
-  @jax.jit
-  def read(params, tokens_GS, targets_GT, first):
-    hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
-    hidden_GTM = hidden_GSM[:, first + jnp.arange(targets_GT.shape[1])]
-    table_VM = params["head"]["table"]
-    logits_GTV = jnp.einsum("gtm,vm->gtv", hidden_GTM, table_VM) / temperature
-    log_probs_GTV = jax.nn.log_softmax(logits_GTV)
-    picked_GT1 = jnp.take_along_axis(log_probs_GTV, targets_GT[..., None], 2)
-    head = params.get("value_head")
-    values_GT = jnp.zeros(targets_GT.shape)
-    if head is not None:
-      values_GT = hidden_GTM @ head["kernel"] + head["bias"]
-    return picked_GT1[..., 0], values_GT
-
-  return read
+@functools.partial(jax.jit, static_argnums=0)
+def _read(model, params, tokens_GS, targets_GT, first, temperature):
+  hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
+  hidden_GTM = hidden_GSM[:, first + jnp.arange(targets_GT.shape[1])]
+  table_VM = params["head"]["table"]
+  logits_GTV = jnp.einsum("gtm,vm->gtv", hidden_GTM, table_VM) / temperature
+  log_probs_GTV = jax.nn.log_softmax(logits_GTV)
+  picked_GT1 = jnp.take_along_axis(log_probs_GTV, targets_GT[..., None], 2)
+  head = params.get("value_head")
+  values_GT = jnp.zeros(targets_GT.shape)
+  if head is not None:
+    values_GT = hidden_GTM @ head["kernel"] + head["bias"]
+  return picked_GT1[..., 0], values_GT
 
 
 def read(model, params, batch, *, width: int, temperature: float = 1.0):
@@ -59,8 +55,8 @@ def read(model, params, batch, *, width: int, temperature: float = 1.0):
     for row, tail in enumerate(one.tails):
       tokens_GS[row, one.prompt.size : one.prompt.size + len(tail)] = tail
       targets_GT[row, : len(tail)] = tail
-    found.append(_reader(model, temperature)(
-        params, tokens_GS, targets_GT, one.prompt.size - 1
+    found.append(_read(
+        model, params, tokens_GS, targets_GT, one.prompt.size - 1, temperature
     ))
   log_probs, values = zip(*found, strict=True)
   return jnp.stack(log_probs), jnp.stack(values)

@@ -273,6 +273,24 @@ def test_an_evaluation_is_the_mean_reward_of_answers_sampled_by_hand(x64):
   assert np.ptp(rewards) > 0
 
 
+def test_the_width_of_a_batch_holds_its_longest_answer():
+  """The bucket of 9 tokens is 16; no more than there is room for."""
+  model, *_ = by_hand.model_in_float64()
+  batch = [
+      experience.given(model, dataclasses.replace(
+          row, answer_ids=np.arange(1, 1 + length, dtype=np.int32)
+      ), width=24)
+      for row, length in zip(ROWS, (3, 9, 5), strict=False)
+  ]
+  assert experience.width(batch) == 16
+  assert experience.width(batch[:1]) == 8
+  trimmed = experience.trim(batch[1], 16)
+  assert trimmed.group.tails.tolist() == [[*range(1, 10), *[0] * 7]]
+  assert trimmed.log_probs.shape == (1, 16)
+  narrow = experience.given(model, ROWS[0], width=3)
+  assert experience.width([narrow]) == 3
+
+
 def test_examples_come_in_an_order_of_their_own_every_epoch():
   """And go on from any position as if they had not been stopped."""
   wanted = [row.id for row, _ in zip(order(0), range(17), strict=False)]

@@ -166,6 +166,25 @@ def test_a_learner_draws_the_chunks_of_every_group_by_its_place(x64):
   assert tiny.worst(found, jax.tree.map(jnp.add, *wanted)) <= TOLERANCE
 
 
+def test_autodiff_of_stacked_groups_draws_as_one_pass_does(x64):
+  model, params, _ = by_hand.model_in_float64()
+  groups, key = groups_of(model.config), jax.random.key(2)
+  weights = np.random.default_rng(1).normal(size=(2, 3, 8))
+  found = jax.grad(lambda params: tiny.loss(
+      br.log_probs(
+          model, params, br.stack(groups), schedule=CHUNKS, sampling=UNIFORM,
+          prefix_gradient="sampled", key=key,
+      ), weights,
+  ))(params)
+  wanted, draws = zip(*(
+      group_by_hand(
+          model, params, group, weights[place], jax.random.fold_in(key, place)
+      ) for place, group in enumerate(groups)
+  ), strict=True)
+  assert draws[0][:3] != draws[1], "keys of their own"
+  assert tiny.worst(found, jax.tree.map(jnp.add, *wanted)) <= TOLERANCE
+
+
 def _itself(x):
   return x
 

@@ -50,8 +50,10 @@ REWARDS = np.stack([one.rewards for one in BATCH])
 class Constants:
   """Log-probs and values that are settled before the first update."""
 
-  def __init__(self, model, params, reference):
-    read = functools.partial(by_hand.read, model, batch=BATCH, width=WIDTH)
+  def __init__(self, model, params, reference, temperature):
+    read = functools.partial(
+        by_hand.read, model, batch=BATCH, width=WIDTH, temperature=temperature
+    )
     log_probs, values = (np.array(x) for x in read(params))
     noise = np.random.default_rng(13).normal(size=log_probs.shape)
     self.old = np.where(MASK, log_probs + 0.3 * noise, 50.0)
@@ -150,12 +152,17 @@ ALGORITHMS = {
             objective(objectives.dr_grpo(max_tokens=20)), "group_centred"
         ), dr_grpo,
     ),
-    "dapo": (algorithms.PolicyGradient(objective(objectives.dapo())), dapo),
+    "dapo": (
+        algorithms.PolicyGradient(
+            objective(objectives.dapo()), temperature=0.8
+        ), dapo,
+    ),
     "gspo": (algorithms.PolicyGradient(objective(objectives.gspo())), gspo),
     "ppo": (
         algorithms.ProximalPolicy(
             objective(objectives.ppo(kl_coefficient=0.2)), discount=0.97,
             trace=0.8, value_coefficient=0.7, value_clip=0.002,
+            temperature=1.3,
         ), ppo,
     ),
     "dpo": (
@@ -245,7 +252,8 @@ def test_three_updates_are_those_written_down_by_hand(x64, name):
     head = {"kernel": jnp.asarray(0.3 * random.normal(size=32)),
             "bias": jnp.asarray(0.1)}
     params, reference = (x | {"value_head": head} for x in (params, reference))
-  of = Constants(model, params, reference)
+  temperature = getattr(algorithm, "temperature", 1.0)
+  of = Constants(model, params, reference, temperature)
   batch = experiences(model, of)
   mine = learner_lib.Learner(
       model, algorithm,
@@ -260,9 +268,9 @@ def test_three_updates_are_those_written_down_by_hand(x64, name):
   )
   hand = by_hand.AdamW(params, RATES, b1=0.8, b2=0.95, clip=0.01)
 
-  def whole(params):
-    return loss(
-        *by_hand.read(model, params, batch=BATCH, width=WIDTH), of
+  def read(params):
+    return by_hand.read(
+        model, params, BATCH, width=WIDTH, temperature=temperature
     )
 
   for number in range(3):
@@ -270,15 +278,15 @@ def test_three_updates_are_those_written_down_by_hand(x64, name):
         train_state, batch, known, version=number, key=jax.random.key(0)
     )
     train_state = update.train_state
-    wanted = report_by_hand(
-        name, *by_hand.read(model, hand.tree, batch=BATCH, width=WIDTH), of
-    )
+    wanted = report_by_hand(name, *read(hand.tree), of)
     assert set(update.report) >= set(wanted)
     for what, x in wanted.items():
       np.testing.assert_allclose(
           update.report[what], x, rtol=1e-6, atol=1e-9, err_msg=what
       )
-    value, grads = jax.value_and_grad(whole)(hand.tree)
+    value, grads = jax.value_and_grad(
+        lambda params: loss(*read(params), of)
+    )(hand.tree)
     norm = hand.update(grads)
     np.testing.assert_allclose(update.loss, value, rtol=1e-9)
     np.testing.assert_allclose(update.grad_norm, norm, rtol=1e-9)
