@@ -252,9 +252,10 @@ def complete(
   """Whether all that popping these chunks needs is there."""
   if config.positional:
     return True
-  here = popped.size // state.devices
+  # Arrays of all devices, and so the positions of all: both sides have n
+  # times as many as one device's share.
   return state.capacity == popped.capacity and all(
-      kinds.mixer(kind).complete(stack, popped.count, here)
+      kinds.mixer(kind).complete(stack, popped.count, popped.size)
       for kind, stack in pattern.leaves(config, state.mixer)
   )
 
