@@ -195,3 +195,18 @@ def test_what_a_file_gives_is_trained_in_float32(
   loaded = train.weights_of(config)
   assert loaded.config.compute_dtype == "bfloat16"
   assert {str(x.dtype) for x in jax.tree.leaves(loaded.params)} == {stored}
+
+
+def test_a_narrow_base_loses_nothing_of_its_adapters_when_merged():
+  narrow = dataclasses.replace(tiny.BASE, param_dtype="bfloat16")
+  model, params = adapters.add(*tiny.model(narrow), Adapter(1, 1.0),
+                               jax.random.key(0))
+  gate = params["layers"]["expand"]["gate"]
+  gate["adapter_in"] = jnp.full_like(gate["adapter_in"], 1e-2)
+  gate["adapter_out"] = jnp.full_like(gate["adapter_out"], 1e-2)
+  merged, found = adapters.merge(model, params)
+  assert merged.config.param_dtype == "float32"
+  moved = found["layers"]["expand"]["gate"]["kernel"] - gate["kernel"]
+  chex.assert_trees_all_close(
+      moved, jnp.full_like(moved, 1e-4), rtol=1e-2, atol=1e-7
+  )
