@@ -105,6 +105,9 @@ def add(model: decoder.Decoder, params, adapter: config_lib.Adapter, key):
 def merge(model: decoder.Decoder, params):
   """The model without adapters that computes the same: W + (α/r)AB.
 
+  Matrices that had an adapter are at least float32 in it: bfloat16 would round
+  away most of what was trained.
+
   Args:
     model: with adapters.
     params: its parameters.
@@ -129,7 +132,10 @@ def merge(model: decoder.Decoder, params):
     kernel = tree["kernel"]
     wide = kernel.astype(a.dtype) + adapter.alpha / adapter.rank * (a @ b)
     rest = {name: x for name, x in tree.items() if name not in _NAMES}
-    return rest | {"kernel": wide.astype(kernel.dtype)}
+    return rest | {"kernel": wide}
 
-  config = dataclasses.replace(model.config, adapter=None)
+  param_dtype = str(config_lib.at_least_float32(model.config.param_dtype))
+  config = dataclasses.replace(
+      model.config, adapter=None, param_dtype=param_dtype
+  )
   return decoder.Decoder(config), merged(params)

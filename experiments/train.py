@@ -82,16 +82,11 @@ def build(config: ml_collections.ConfigDict) -> Problem:
     ValueError: a config that cannot be run.
   """
   check_fields(config)
+  adapter = adapter_of(config)
   pretrained, text = model_of(config)
-  if config.adapter.alpha is not None and not config.adapter.rank:
-    raise ValueError(
-        f"adapter.alpha={config.adapter.alpha} without an adapter: set "
-        "adapter.rank too, or neither."
-    )
-  if config.adapter.rank:
+  if adapter is not None:
     model, params = adapters.add(
-        pretrained.model, pretrained.params,
-        config_lib.Adapter(config.adapter.rank, config.adapter.alpha),
+        pretrained.model, pretrained.params, adapter,
         jax.random.key(config.seed),
     )
     pretrained = dataclasses.replace(pretrained, model=model, params=params)
@@ -153,19 +148,24 @@ def _same_fields(mine, known, where: str) -> None:
       _same_fields(mine[name], known[name], f"{where}.{name}".lstrip("."))
 
 
-def model_of(config):
-  """The model, pretrained or of the config's geometry, and its text.
-
-  Parameters that are trained have the dtype that the config asks for; those
-  below adapters have the file's.
-  """
-  step_lib.check_param_dtype(config.param_dtype)
-  trained = None if config.param_dtype == "file" else config.param_dtype
-  if config.pretrained:
-    pretrained = compare_backward.load(
-        config.pretrained, compute_dtype=config.compute_dtype,
-        param_dtype=None if config.adapter.rank else trained,
+def adapter_of(config) -> config_lib.Adapter | None:
+  """What is trained in place of all parameters, if anything is."""
+  rank, alpha = config.adapter.rank, config.adapter.alpha
+  if rank:
+    return config_lib.Adapter(rank, alpha)
+  if alpha is not None:
+    raise ValueError(
+        f"adapter.alpha={alpha} without an adapter: set adapter.rank too, or "
+        "neither."
     )
+  return None
+
+
+def model_of(config):
+  """The model, pretrained or of the config's geometry, and its text."""
+  step_lib.check_param_dtype(config.param_dtype)
+  if config.pretrained:
+    pretrained = weights_of(config)
     return pretrained, tasks.Chat(pretrained)
   if "file" in (config.param_dtype, config.compute_dtype):
     raise ValueError(
@@ -176,8 +176,8 @@ def model_of(config):
   text = tasks.Characters()
   model = br.Decoder(br.ModelConfig(
       vocab_size=text.vocab_size, **{
-          "param_dtype": trained, "compute_dtype": config.compute_dtype,
-          **config.model,
+          "param_dtype": config.param_dtype,
+          "compute_dtype": config.compute_dtype, **config.model,
       },
   ))
   params = model.init(
@@ -186,6 +186,20 @@ def model_of(config):
   return pretrained_lib.Pretrained(
       model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
   ), text
+
+
+def weights_of(config) -> pretrained_lib.Pretrained:
+  """What a config's `pretrained` names.
+
+  Parameters that are to be trained have the dtype that the config asks for
+  from the beginning, so that none is rounded to the file's; those below
+  adapters have the file's.
+  """
+  as_stored = config.adapter.rank or config.param_dtype == "file"
+  return compare_backward.load(
+      config.pretrained, compute_dtype=config.compute_dtype,
+      param_dtype=None if as_stored else config.param_dtype,
+  )
 
 
 def task_of(config, text, changes: dict) -> tasks.Task:

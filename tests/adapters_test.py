@@ -2,9 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters: their gradient, their size, and their merge."""
 
+import dataclasses
+import sys
+from unittest import mock
+
+from absl import flags
 import chex
 import jax
 import jax.numpy as jnp
+from ml_collections import config_flags
 import pytest
 
 import branch_replay as br
@@ -12,6 +18,9 @@ from branch_replay import adapters
 from branch_replay import sharding
 from branch_replay.config import Adapter
 from branch_replay.weights import hf
+from configs import train_smoke
+from configs import train_smollm2
+from experiments import train
 from tests import tiny
 
 ADAPTER = Adapter(rank=2, alpha=4.0, matrices=("query", "value", "down"))
@@ -112,3 +121,92 @@ def test_what_does_not_exist_is_an_error(tmp_path):
     adapters.add(model, params, ADAPTER, jax.random.key(1))
   with pytest.raises(ValueError, match="adapters.merge"):
     hf.save_hf(tmp_path / "model", model.config, params)
+
+
+def parsed(*of_fields):
+  """The smoke config as the command line makes it."""
+  words = ["train", f"--config={train_smoke.__file__}", *of_fields]
+  values = flags.FlagValues()
+  with mock.patch.object(sys, "argv", words):  # where it looks for fields
+    config_flags.DEFINE_config_file("config", flag_values=values)
+    values(words)
+  return values.config
+
+
+def test_a_rank_alone_trains(tmp_path):
+  assert Adapter(8).alpha == 16
+  config = parsed("--config.adapter.rank=8")
+  config.data_dir = str(tmp_path)
+  problem = train.build(config)
+  model, tokens_GT = problem.run.model, jnp.arange(8)[None]
+  assert model.config.adapter == Adapter(8, 16.0)
+
+  def loss(part):
+    params = adapters.replace(problem.params, part)
+    return jnp.mean(jnp.square(model.apply({"params": params}, tokens_GT)))
+
+  grads = jax.jit(jax.grad(loss))(adapters.select(problem.params, "adapters"))
+  assert jnp.linalg.norm(grads["layers"]["join"]["output"]["adapter_out"]) > 0
+  learner = problem.run.phases[-1].learner
+  assert learner.trainable == "adapters" and learner.param_dtype == "float32"
+
+
+@pytest.mark.parametrize("alpha", ["0", "-2", "nan", "inf"])
+def test_adapters_that_cannot_train_are_errors(alpha, tmp_path):
+  with pytest.raises(ValueError, match="Adapter.alpha=.* above 0"):
+    Adapter(8, float(alpha))
+  config = parsed(
+      "--config.adapter.rank=8", f"--config.adapter.alpha={alpha}"
+  )
+  config.data_dir = str(tmp_path)
+  with pytest.raises(ValueError, match="Adapter.alpha=.* above 0"):
+    train.build(config)
+
+
+def test_settings_of_an_adapter_without_a_rank_are_an_error(tmp_path):
+  config = parsed("--config.adapter.alpha=16")
+  config.data_dir = str(tmp_path)
+  with pytest.raises(ValueError, match="set adapter.rank too"):
+    train.build(config)
+
+
+def test_dtypes_of_a_file_need_one(tmp_path):
+  for field in ("param_dtype", "compute_dtype"):
+    config = parsed(f"--config.{field}=file")
+    config.data_dir = str(tmp_path)
+    with pytest.raises(ValueError, match=f"{field}='file'.*no file"):
+      train.build(config)
+
+
+@pytest.mark.parametrize("rank, param_dtype, stored", [
+    (0, "float32", "float32"), (0, "file", "bfloat16"),
+    (2, "float32", "bfloat16"),
+])
+def test_what_a_file_gives_is_trained_in_float32(
+    tmp_path, rank, param_dtype, stored
+):
+  narrow = dataclasses.replace(
+      tiny.BASE, param_dtype="bfloat16", compute_dtype="bfloat16"
+  )
+  br.save_hf(tmp_path, narrow, tiny.model(narrow)[1])
+  config = train_smollm2.get_config()
+  config.pretrained = str(tmp_path)
+  config.adapter.rank, config.param_dtype = rank, param_dtype
+  loaded = train.weights_of(config)
+  assert loaded.config.compute_dtype == "bfloat16"
+  assert {str(x.dtype) for x in jax.tree.leaves(loaded.params)} == {stored}
+
+
+def test_a_narrow_base_loses_nothing_of_its_adapters_when_merged():
+  narrow = dataclasses.replace(tiny.BASE, param_dtype="bfloat16")
+  model, params = adapters.add(*tiny.model(narrow), Adapter(1, 1.0),
+                               jax.random.key(0))
+  gate = params["layers"]["expand"]["gate"]
+  gate["adapter_in"] = jnp.full_like(gate["adapter_in"], 1e-2)
+  gate["adapter_out"] = jnp.full_like(gate["adapter_out"], 1e-2)
+  merged, found = adapters.merge(model, params)
+  assert merged.config.param_dtype == "float32"
+  moved = found["layers"]["expand"]["gate"]["kernel"] - gate["kernel"]
+  chex.assert_trees_all_close(
+      moved, jnp.full_like(moved, 1e-4), rtol=1e-2, atol=1e-7
+  )

@@ -86,7 +86,9 @@ def test_a_learner_says_what_narrow_parameters_lose():
       dataclasses.replace(SMALL, param_dtype="bfloat16")
   )
   with pytest.warns(UserWarning, match="updates smaller than half a step"):
-    narrow = phase(model, param_dtype="file")
+    narrow = dataclasses.replace(
+        phase(model, param_dtype="file"), updates=1, capture_every=1
+    )
     train_state = narrow.learner.create(jax.tree.map(jnp.copy, params))
   with pytest.warns(UserWarning, match=r"\d% of the first update were") as said:
     done = narrow.step(train_state, None, 0, jax.random.key(7))

@@ -19,6 +19,7 @@ from branch_replay import adapters
 from branch_replay import sharding
 from branch_replay.config import Adapter
 from branch_replay.rl import objectives
+from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters import learned
 from branch_replay.training import actor_critic
 from branch_replay.training import optimizers
@@ -138,12 +139,19 @@ def test_float32_parameters_give_what_the_file_gives_in_bfloat16():
   rollouts = [
       br.sample(
           model, of, np.asarray(group.prompt[:9]), key=jax.random.key(0),
-          branches=2, max_tokens=4,
+          branches=2, max_tokens=4, layers=layers,
       )
-      for model, of in ((narrow, params), (wide, masters))
+      for model, of, layers in (
+          (narrow, params, None), (wide, masters, None),
+          (wide, masters, unstacked.layers(wide.config, masters)),
+      )
   ]
-  chex.assert_trees_all_equal(*(x.tokens for x in rollouts))
-  chex.assert_trees_all_equal(*(x.log_probs for x in rollouts))
+  for one in rollouts[1:]:
+    chex.assert_trees_all_equal(one.tokens, rollouts[0].tokens)
+  chex.assert_trees_all_equal(rollouts[1].log_probs, rollouts[0].log_probs)
+  chex.assert_trees_all_close(
+      rollouts[2].log_probs, rollouts[0].log_probs, rtol=0, atol=0.02
+  )
 
 
 def moved(tmp_path, param_dtype):

@@ -14,6 +14,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import fingerprint
@@ -62,12 +63,13 @@ def check(made: Layers, params, version=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _parts(config: config_lib.ModelConfig, layer_params):
+  transposed = functools.partial(_transposed, config.compute_dtype)
   return [
       [
           [
               # Only `models.layers.Linear` reads a kernel in this form.
               _of(stack, turn) if isinstance(kind, config_lib.LayerKind)
-              else _transposed(_of(stack, turn))
+              else transposed(_of(stack, turn))
               for kind, stack in zip(part.kinds, stacks, strict=True)
           ]
           for turn in range(part.count)
@@ -83,14 +85,20 @@ def _of(stack, turn: int):
   return jax.tree.map(lambda x: x[turn], stack)
 
 
-def _transposed(tree, name=""):
-  """A tree with the kernels of linear maps transposed."""
+def _transposed(dtype, tree, name=""):
+  """A tree with the kernels of linear maps transposed.
+
+  Those wider than `dtype`, which they are multiplied in, are rounded to it here
+  and not in every round.
+  """
   if not isinstance(tree, dict):
     return tree
-  tree = {key: _transposed(child, key) for key, child in tree.items()}
+  tree = {key: _transposed(dtype, child, key) for key, child in tree.items()}
   kernel_AB = tree.get("kernel")
   # A router's is no linear map's, and experts have one matrix each.
   if kernel_AB is None or kernel_AB.ndim != 2 or name == "router":
     return tree
   rest = {key: child for key, child in tree.items() if key != "kernel"}
+  if kernel_AB.dtype.itemsize > jnp.dtype(dtype).itemsize:
+    kernel_AB = kernel_AB.astype(dtype)
   return rest | {"kernel_T": kernel_AB.T}
