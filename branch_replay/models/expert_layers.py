@@ -125,7 +125,7 @@ class ExpertContract(nn.Module):
     rows = ops.order(choices_Nk, experts.count)
     weights_Nk = ops.weights(experts, logits_NE, choices_Nk)
     weights_R1 = ops.take(weights_Nk.reshape(-1, 1), rows.to_R)
-    hidden_RF = nn.silu(gate_RF) * up_RF * weights_R1.astype(up_RF.dtype)
+    hidden_RF = scaled(nn.silu(gate_RF) * up_RF, weights_R1)
     out_RM = grouped_dot.grouped_dot(
         hidden_RF, self.expert_down(), rows.sizes_E
     )
@@ -136,9 +136,15 @@ class ExpertContract(nn.Module):
     if gate_NF is not None:
       hidden_NF = nn.silu(gate_NF) * up_NF
       if scale_N1 is not None:
-        hidden_NF *= nn.sigmoid(scale_N1)
+        wide = config_lib.at_least_float32(scale_N1.dtype)
+        hidden_NF = scaled(hidden_NF, nn.sigmoid(scale_N1.astype(wide)))
       y_NM += self.shared_down(hidden_NF)
     return h_GTM + y_NM.reshape(h_GTM.shape)
+
+
+def scaled(x_RF, factor_R1):
+  """Rows times factors of at least float32, rounded once."""
+  return (x_RF.astype(factor_R1.dtype) * factor_R1).astype(x_RF.dtype)
 
 
 def readable(expand: ExpertExpand, contract: ExpertContract, h_GTM):

@@ -71,10 +71,13 @@ class LatentRotate(nn.Module):
     left_GTC = jnp.einsum("gtnd,ndc->gtnc", nope_GTND, key_up_HDC)
     slots = jnp.concatenate([c_GTC, r_GTD], axis=-1)[None]
     q = jnp.concatenate([left_GTC, turned_GTND], axis=-1)
-    # The op divides by the root of what it sees as the size of a head.
-    q *= rope.score_factor(config.rope_scaling) * (
+    # The op divides by the root of what it sees as the size of a head. Rounded
+    # to bfloat16 the factor would be another temperature of all scores.
+    factor = rope.score_factor(config.rope_scaling) * (
         latent.slot / latent.query_dim
     ) ** 0.5
+    wide = config_lib.at_least_float32(q.dtype)
+    q = (q.astype(wide) * factor).astype(q.dtype)
     return q.transpose(0, 2, 1, 3)[None], slots, slots
 
 

@@ -81,6 +81,9 @@ class Linear(nn.Module):
 
   The adapter starts at zero: B does, and A at random. Parameters of
   `rollout.unstacked` hold Wᵀ as "kernel_T" in place of W, "kernel".
+
+  Products are rounded to the compute dtype; what is added to them is not, and
+  neither is α/r, which in bfloat16 may be off by a quarter of a per cent.
   """
 
   config: config_lib.ModelConfig
@@ -104,17 +107,19 @@ class Linear(nn.Module):
       y_NB = product(
           x_NA, "kernel", random, self.features, config.param_dtype
       )
+    dtype, wide = y_NB.dtype, config_lib.at_least_float32(y_NB.dtype)
     if self.bias:
       b_B = self.param("bias", zeros, (self.features,), config.param_dtype)
-      y_NB += b_B.astype(y_NB.dtype)[None]
+      y_NB = (y_NB.astype(wide) + b_B.astype(wide)[None]).astype(dtype)
     adapter = config.adapter
     if adapter is not None and self.name in adapter.matrices:
-      wide = config_lib.at_least_float32(config.param_dtype)
-      low_NR = product(x_NA, "adapter_in", random, adapter.rank, wide)
-      y_NB += adapter.alpha / adapter.rank * product(
-          low_NR, "adapter_out", zeros, self.features, wide
-      )
-    return y_NB
+      of_adapter = config_lib.at_least_float32(config.param_dtype)
+      low_NR = product(x_NA, "adapter_in", random, adapter.rank, of_adapter)
+      more_NB = product(
+          low_NR, "adapter_out", zeros, self.features, of_adapter
+      ).astype(wide)
+      y_NB = y_NB.astype(wide) + adapter.alpha / adapter.rank * more_NB
+    return y_NB.astype(dtype)
 
 
 def linear(

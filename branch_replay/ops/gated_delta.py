@@ -128,12 +128,13 @@ def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _Inputs:
   """Of T tokens, from T + W − 1 inputs of the convolution."""
   tokens, repeats = rates_GTKR.shape[1], params.log_rate_KR.shape[1]
   wide = config_lib.at_least_float32(seen_GTKX.dtype)
-  filter_KXW = params.filter_KXW.astype(seen_GTKX.dtype)
-  mixed_GTKX = sum(
-      seen_GTKX[:, at : at + tokens] * filter_KXW[None, None, ..., at]
+  filter_KXW = params.filter_KXW.astype(wide)
+  mixed_GTKX = jax.nn.silu(sum(
+      seen_GTKX[:, at : at + tokens].astype(wide) * filter_KXW[
+          None, None, ..., at
+      ]
       for at in range(filter_KXW.shape[-1])
-  )
-  mixed_GTKX = jax.nn.silu(mixed_GTKX).astype(wide)
+  ))
   q_GTKD, k_GTKD, v_GTKX = jnp.split(mixed_GTKX, [key_dim, 2 * key_dim], -1)
   strength_GTKR, speed_GTKR = jnp.split(rates_GTKR.astype(wide), 2, axis=-1)
   rate_KR = jnp.exp(params.log_rate_KR.astype(wide))

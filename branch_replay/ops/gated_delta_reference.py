@@ -31,6 +31,9 @@ def mix(
   dtype = channels_GTKX.dtype
   wide = config_lib.at_least_float32(dtype)
   repeats = log_rate_KR.shape[1]
+  filter_KXW, log_rate_KR, rate_bias_KR = (
+      x.astype(wide) for x in (filter_KXW, log_rate_KR, rate_bias_KR)
+  )
 
   def token(carry, inputs):
     matrix_GKRDE, last_GKWX = carry
@@ -38,8 +41,9 @@ def mix(
     seen_GKWX = jnp.concatenate(
         [last_GKWX, channels_GKX[:, :, None]], axis=2
     )
-    mixed_GKX = jnp.einsum("gkwx,kxw->gkx", seen_GKWX, filter_KXW)
-    mixed_GKX = jax.nn.silu(mixed_GKX).astype(wide)
+    mixed_GKX = jax.nn.silu(
+        jnp.einsum("gkwx,kxw->gkx", seen_GKWX.astype(wide), filter_KXW)
+    )
     q_GKD, k_GKD, v_GKX = jnp.split(mixed_GKX, [key_dim, 2 * key_dim], -1)
     v_GKRE = v_GKX.reshape(*v_GKX.shape[:2], repeats, -1)
 

@@ -130,8 +130,8 @@ def score_factor(scaling: config_lib.RopeScaling | None) -> float:
 def angles(positions_GT, inverse_H, dtype):
   """Position · frequency less whole turns, radians in [−π, π), [G, T, D/2].
 
-  Off by the rounding of the result and 2⁻⁶⁴ turns a position, at any i32
-  position.
+  Off by the roundings on the way from an integer to the result and by 2⁻⁶⁵
+  turns a position, at any i32 position.
 
   Args:
     positions_GT: i32.
