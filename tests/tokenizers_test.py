@@ -5,6 +5,7 @@
 import datetime
 import functools
 import json
+import socket
 import subprocess
 import sys
 import warnings
@@ -261,6 +262,18 @@ def test_damaged_text_files_are_named(tmp_path):
   with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer"):
     hf.load_hf(tmp_path)
   assert hf.load_hf(tmp_path, with_tokenizer=False).tokenizer is None
+
+
+def test_no_hub_is_asked(tmp_path, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise AssertionError("A connection was tried.")
+
+  monkeypatch.setattr(socket.socket, "connect", refuse)
+  monkeypatch.setattr(socket, "getaddrinfo", refuse)
+  for name in NAMES:
+    (tmp_path / name).mkdir()
+    published(tmp_path / name, name)
+    assert load(tmp_path / name).tokenizer is not None
 
 
 def test_code_of_a_directory_is_not_run(tmp_path):
