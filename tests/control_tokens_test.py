@@ -190,6 +190,20 @@ def test_the_best_piece_of_a_unigram_model_may_be_a_control_token():
   assert tokenizer.decode(ids) == "a</s><turn> b<unk><turn>"
 
 
+def test_merges_that_lead_to_a_control_token_are_not_taken():
+  """As some vocabularies have them, where "<s>" was a word like any other."""
+  tokens = ["<unk>", "<", "s", ">", "<s", "<s>", "<s>a", "a"]
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+      {token: at for at, token in enumerate(tokens)},
+      [("<", "s"), ("<s", ">"), ("<s>", "a")], unk_token="<unk>",
+  ))
+  backend.add_special_tokens(["<unk>", "<s>"])
+  tokenizer = tokenizer_lib.wrapped(backend, bos_token="<s>", unk_token="<unk>")
+  of = pretrained_lib.Pretrained(br.Decoder(CONFIG), {}, tokenizer)
+  ids = chat_lib.encode_text(of, "<s>a<s").ids
+  assert tokenizer.convert_ids_to_tokens(ids) == ["<s", ">", "a", "<s"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_places_are_those_of_the_characters(name):
   """With and without control tokens in the text, which are counted as spelt."""

@@ -314,6 +314,28 @@ def test_an_export_over_another_leaves_no_text_file_of_it(tmp_path):
   assert hf.load_hf(tmp_path).tokenizer is not None
 
 
+@pytest.mark.parametrize("stop_tokens, unknown, pad", [
+    (("<|im_end|>", "<|endoftext|>"), None, "<|endoftext|>"),
+    (("<|im_end|>", "<|endoftext|>"), "<|im_start|>", "<|im_start|>"),
+    (("<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>"),
+    (("<|im_end|>",), None, "<|im_end|>"),
+])
+def test_padding_is_not_the_end_of_a_turn_where_there_is_another(
+    tmp_path, stop_tokens, unknown, pad
+):
+  family = tiny_tokenizers.qwen3()
+  tokenizer = tokenizer_lib.wrapped(
+      family.backend, chat_template=family.template, unk_token=unknown
+  )
+  with pytest.warns(UserWarning, match="no pad token: .* is written"):
+    hf.save_hf(
+        tmp_path, CONFIG, params(), tokenizer=tokenizer,
+        stop_ids=tuple(map(family.id, stop_tokens)),
+    )
+  assert with_transformers(tmp_path).pad_token == pad
+  assert tokenizer.pad_token is None  # what is given stays as it was
+
+
 def test_named_templates_survive(tmp_path):
   published(tmp_path / "a", "qwen3")
   loaded = hf.load_hf(tmp_path / "a")
