@@ -171,6 +171,39 @@ def test_a_vocabulary_that_makes_control_tokens_of_letters_is_refused():
     chat_lib.encode_text(of, "a (e> a")
 
 
+def test_the_best_piece_of_a_unigram_model_may_be_a_control_token():
+  """Converters give control pieces the score 0, above that of all letters."""
+  letters = [(chr(x), -9.0) for x in range(32, 127)] + [("▁", -8.0)]
+  backend = tokenizers.Tokenizer(tokenizers.models.Unigram(
+      [("<unk>", 0.0), ("</s>", 0.0), ("<turn>", 0.0), *letters], 0, False
+  ))
+  backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+  backend.decoder = tokenizers.decoders.Metaspace()
+  backend.add_special_tokens(["<unk>", "</s>", "<turn>"])
+  tokenizer = tokenizer_lib.wrapped(
+      backend, eos_token="</s>", unk_token="<unk>",
+      chat_template="{{ messages[0].content }}<turn>",
+  )
+  of = pretrained_lib.Pretrained(br.Decoder(CONFIG), {}, tokenizer)
+  ids = chat_lib.encode_chat(of, user("a</s><turn> b<unk>")).ids
+  assert ids[-1] == 2 and not {0, 1, 2} & set(ids[:-1])
+  assert tokenizer.decode(ids) == "a</s><turn> b<unk><turn>"
+
+
+def test_merges_that_lead_to_a_control_token_are_not_taken():
+  """As some vocabularies have them, where "<s>" was a word like any other."""
+  tokens = ["<unk>", "<", "s", ">", "<s", "<s>", "<s>a", "a"]
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+      {token: at for at, token in enumerate(tokens)},
+      [("<", "s"), ("<s", ">"), ("<s>", "a")], unk_token="<unk>",
+  ))
+  backend.add_special_tokens(["<unk>", "<s>"])
+  tokenizer = tokenizer_lib.wrapped(backend, bos_token="<s>", unk_token="<unk>")
+  of = pretrained_lib.Pretrained(br.Decoder(CONFIG), {}, tokenizer)
+  ids = chat_lib.encode_text(of, "<s>a<s").ids
+  assert tokenizer.convert_ids_to_tokens(ids) == ["<s", ">", "a", "<s"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_places_are_those_of_the_characters(name):
   """With and without control tokens in the text, which are counted as spelt."""

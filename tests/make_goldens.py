@@ -17,11 +17,15 @@ attention, on the CPU, without its vector instructions: with them torch rounds
 one float32 power in a hundred the wrong way, another one on every processor.
 The numbers may change only with the models below. Those of qwen3_moe and
 experts_* are of transformers 5.12.1.
+
+With `--exports FOLDER` nothing is written: the exports that make_exports.py
+wrote there are read, and what they give is compared.
 """
 
 import importlib.util
 import json
 import pathlib
+import sys
 
 import numpy as np
 import torch
@@ -472,7 +476,60 @@ def make_smollm2():
   )
 
 
+def check_export(directory: pathlib.Path):
+  """An export of make_exports.py: its ids, logits, special tokens and padding.
+
+  Prints the largest difference of logits, alone and padded in a batch.
+  """
+  expected = np.load(directory / "expected.npz")
+  said = json.loads((directory / "expected.json").read_text())
+  tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+      directory, dtype=torch.float32, attn_implementation="eager"
+  )
+  conversations = [
+      [{"role": "user", "content": question}] for question in said["questions"]
+  ]
+  options = dict(add_generation_prompt=True, day="26 Jul 2024")
+  worst = 0.0
+  for at, conversation in enumerate(conversations):
+    ids = tokenizer.apply_chat_template(conversation, **options)["input_ids"]
+    assert ids == expected[f"ids/{at}"].tolist(), (directory, at)
+    with torch.no_grad():
+      logits = model(input_ids=torch.tensor([ids])).logits[0].numpy()
+    worst = max(worst, np.max(np.abs(logits - expected[f"logits/{at}"])))
+  special = dict(tokenizer.special_tokens_map)
+  pad = special.pop("pad_token")
+  said["special"].pop("pad_token", pad)
+  assert special == said["special"], (special, said["special"])
+  stop_ids = model.generation_config.eos_token_id
+  assert said["stop_ids"] in (stop_ids, [stop_ids])
+  assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+  worst_padded = 0.0
+  for side in ("left", "right"):
+    tokenizer.padding_side = side
+    batch = tokenizer.apply_chat_template(
+        conversations, padding=True, return_tensors="pt", **options
+    )
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+      logits = model(**batch, position_ids=positions).logits
+    for at, real in enumerate(mask.bool()):
+      gap = logits[at][real].numpy() - expected[f"logits/{at}"]
+      worst_padded = max(worst_padded, np.max(np.abs(gap)))
+  largest = max(np.max(np.abs(expected[f"logits/{at}"])) for at in range(2))
+  print(
+      f"{directory.name}: pad {pad!r}, eos {tokenizer.eos_token!r}, logits up "
+      f"to {largest:.3g} off by {worst:.2g}, padded {worst_padded:.2g}"
+  )
+
+
 def main():
+  if sys.argv[1:2] == ["--exports"]:
+    for path in sorted(pathlib.Path(sys.argv[2]).glob("*/expected.npz")):
+      check_export(path.parent)
+    return
   GOLDENS.mkdir(exist_ok=True)
   for name in MODELS:
     make_small(name)

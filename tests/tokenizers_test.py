@@ -5,6 +5,7 @@
 import datetime
 import functools
 import json
+import socket
 import subprocess
 import sys
 import warnings
@@ -263,6 +264,18 @@ def test_damaged_text_files_are_named(tmp_path):
   assert hf.load_hf(tmp_path, with_tokenizer=False).tokenizer is None
 
 
+def test_no_hub_is_asked(tmp_path, monkeypatch):
+  def refuse(*args, **kwargs):
+    raise AssertionError("A connection was tried.")
+
+  monkeypatch.setattr(socket.socket, "connect", refuse)
+  monkeypatch.setattr(socket, "getaddrinfo", refuse)
+  for name in NAMES:
+    (tmp_path / name).mkdir()
+    published(tmp_path / name, name)
+    assert load(tmp_path / name).tokenizer is not None
+
+
 def test_code_of_a_directory_is_not_run(tmp_path):
   published(
       tmp_path, "qwen3", tokenizer_class="Mine",
@@ -299,6 +312,28 @@ def test_an_export_over_another_leaves_no_text_file_of_it(tmp_path):
   assert again.tokenizer.encode(TEXT) == other.backend.encode(TEXT).ids
   hf.save_hf(tmp_path, CONFIG, params(), stop_ids=(3,))
   assert hf.load_hf(tmp_path).tokenizer is not None
+
+
+@pytest.mark.parametrize("stop_tokens, unknown, pad", [
+    (("<|im_end|>", "<|endoftext|>"), None, "<|endoftext|>"),
+    (("<|im_end|>", "<|endoftext|>"), "<|im_start|>", "<|im_start|>"),
+    (("<|im_end|>", "<|endoftext|>"), "<|im_end|>", "<|endoftext|>"),
+    (("<|im_end|>",), None, "<|im_end|>"),
+])
+def test_padding_is_not_the_end_of_a_turn_where_there_is_another(
+    tmp_path, stop_tokens, unknown, pad
+):
+  family = tiny_tokenizers.qwen3()
+  tokenizer = tokenizer_lib.wrapped(
+      family.backend, chat_template=family.template, unk_token=unknown
+  )
+  with pytest.warns(UserWarning, match="no pad token: .* is written"):
+    hf.save_hf(
+        tmp_path, CONFIG, params(), tokenizer=tokenizer,
+        stop_ids=tuple(map(family.id, stop_tokens)),
+    )
+  assert with_transformers(tmp_path).pad_token == pad
+  assert tokenizer.pad_token is None  # what is given stays as it was
 
 
 def test_named_templates_survive(tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from branch_replay import config as config_lib
+from branch_replay import tasks
 from branch_replay.ops import rope
 from branch_replay.weights import chat
 from branch_replay.weights import gguf
@@ -343,6 +344,33 @@ def test_first_and_last_tokens():
   assert spelt("llama-bpe", "a") == ["<s>", "a"]
   assert spelt("llama-bpe", "a", add_bos_token=False) == ["a"]
   assert spelt("llama-bpe", "a", bos_token_id=None) == ["a"]
+
+
+def test_a_turn_ends_where_only_the_template_says_so(tmp_path):
+  path = tmp_path / "a.gguf"
+  template = (
+      "{{ bos_token }}{% for m in messages %}{{ m.content }}<tool>\n"
+      "{% endfor %}"
+  )
+  for said, first in ((template, ["<s>"]), ("", ["<s>"])):
+    write(
+        path, text=text_metadata(add_bos_token=True),
+        general={"tokenizer.chat_template": said} if said else {},
+    )
+    loaded = gguf.load_gguf(path)
+    eos, end = TOKENS.index("</s>"), TOKENS.index("<tool>")
+    assert loaded.end_of_turn == (end if said else eos)
+    assert loaded.stop_ids == ((eos, end) if said else (eos,))
+    text = tasks.Chat(loaded)
+    prompt = text.prompt("he<s>")
+    tokens = loaded.tokenizer.convert_ids_to_tokens(prompt.ids)
+    assert tokens[:2] == [*first, "he"] and tokens.count("<s>") == 1
+    assert text.answer(prompt, "12")[-1] == loaded.end_of_turn
+    reward = tasks.recipe("arithmetic").task(text, {}).reward
+    example = tasks.Example("x", prompt.ids, [end], "12", {})
+    right = text.answer(prompt, "12")
+    assert reward(example, right) == 1.0
+    assert reward(example, right[:-1]) == 0.0
 
 
 def test_special_tokens_of_the_file():
