@@ -287,6 +287,20 @@ def test_a_run_that_goes_on_has_its_drafter_again(tmp_path):
   assert metrics.read(tmp_path)[-1]["draft/version"] == 6
 
 
+def test_a_saved_drafter_that_cannot_be_read_is_moved_aside(tmp_path):
+  model, params = small()
+  one = speculator(model, "learned")
+  folder = tmp_path / "versions"
+  (folder / "5").mkdir(parents=True)
+  (tmp_path / speculator_lib.DECISIONS).write_text('{"draft_length": 2}\n{"dr')
+  with pytest.warns(UserWarning, match="versions/5: it is empty"):
+    with one.at(tmp_path, params):
+      assert one.drafter is None
+  assert not (folder / "5").exists()
+  text = (tmp_path / speculator_lib.DECISIONS).read_text()
+  assert text == '{"draft_length": 2}\n'
+
+
 def test_a_frozen_drafter_stays_as_it_is(tmp_path):
   model, params = small()
   run = run_of(model, "learned", steps=3, studies={"until": 1})

@@ -17,6 +17,7 @@ from branch_replay.training import metrics
 from configs import train_smoke
 from configs import train_smollm2
 from configs import train_tiny
+from experiments import learning_curves
 from experiments import train
 
 
@@ -73,6 +74,8 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
     ({"reinforce.algorithm.name": "grop"}, "Did you mean 'grpo'"),
     ({"reinforce.algorithm.settings.klip": 1}, "klip"),
     ({"reinforce.hold": "all"}, "hold"),
+    ({"reinforce.truncated": "drop"}, "truncated='drop'"),
+    ({"most_skipped": 0}, "most_skipped must be at least 1"),
     ({"reinforce.hold": "nothing"}, "learned drafter reads the states"),
     ({"reinforce.speculation.drafter": "lerned"}, "Did you mean 'learned'"),
     ({"reinforce.speculation.draft_lengths": (1, 2)}, "0 among them"),
@@ -113,6 +116,32 @@ def test_algorithms_by_name(config):
       settings = {"max_tokens": 5} if name == "dr_grpo" else {}
       config.reinforce.algorithm.settings = settings
     train.algorithm_of(config.reinforce)
+
+
+def test_a_config_that_has_become_another_is_refused_by_its_fields(
+    tmp_path, config
+):
+  def against(**changes):
+    other = learning_curves.changed(config, {
+        name.replace("__", "."): value for name, value in changes.items()
+    })
+    train.check_same(config.to_dict(), other.to_dict(), tmp_path)
+
+  against()
+  against(
+      reinforce__steps=60, short__steps=3, devices=8, checkpoint_every=7,
+      evaluation__every=3, export=False, reinforce__hold="nothing",
+      phases=("short", "reinforce", "long"), warn_after=3, most_skipped=1,
+  )
+  with pytest.raises(ValueError, match=(
+      "reinforce.optimizer.learning_rate: 0.002 there, 0.6 here; "
+      "reinforce.prompts: 2 there, 3 here. Take another --workdir"
+  )):
+    against(reinforce__prompts=3, reinforce__optimizer__learning_rate=0.6)
+  saved = config.to_dict()
+  del saved["prefix_gradient"]
+  with pytest.raises(ValueError, match="prefix_gradient: missing there, 'ex"):
+    train.check_same(saved, config.to_dict(), tmp_path)
 
 
 def test_another_number_of_devices_goes_on(tmp_path, config):

@@ -12,7 +12,6 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
-from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -168,7 +167,7 @@ class Checkpoints:
     """Shapes and dtypes; orbax would cast to other dtypes without a word."""
     try:
       found = ocp.StandardCheckpointHandler().metadata(
-          epath.Path(self._steps / str(step) / "train_state")
+          self._steps / str(step) / "train_state"
       )
       there = _arrays(found.tree)
     except Exception as error:  # of many kinds, by what is damaged
