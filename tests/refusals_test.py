@@ -27,6 +27,7 @@ from branch_replay import adapters
 from branch_replay import config as config_lib
 from branch_replay import engine
 from branch_replay import host_loop
+from branch_replay import presets
 from branch_replay import sharding
 from branch_replay import tasks
 from branch_replay import tree as tree_lib
@@ -261,6 +262,13 @@ GROUPS = [
     ),
 ]
 
+def by_hand(**changes):
+  """A call with a group made by hand."""
+  return lambda: br.log_probs(
+      one().model, one().params, dataclasses.replace(one().group, **changes)
+  )
+
+
 CALLS = [
     # The model and its parameters.
     (
@@ -277,6 +285,12 @@ CALLS = [
         lambda: br.log_probs(one().model, None, one().group),
         "params must be the dict",
     ),
+    (
+        lambda: br.log_probs(br.Decoder("llama"), one().params, one().group),
+        "Decoder.config must be a ModelConfig",
+    ),
+    (lambda: presets.geometry(3), "model must be a str or PathLike"),
+    (lambda: presets.geometry("qwen3-8"), "did you mean 'qwen3-8b'"),
     (
         lambda: br.log_probs(
             one().model, step.TrainState(one().params, (), 0), one().group
@@ -352,6 +366,21 @@ CALLS = [
             one().model, one().params, one().group, temperature=0
         ),
         "temperature must be > 0",
+    ),
+    (by_hand(tails=np.ones((4, 8))), "Group.tails must be an array of int"),
+    (by_hand(prompt=[1, 2]), "Group.prompt must be an array of int"),
+    (by_hand(prompt_length=3), "Group.prompt_length must be an array"),
+    (
+        by_hand(tail_lengths=np.ones(3, int)),
+        r"Group.tail_lengths has shape \(3,\), not \(4,\)",
+    ),
+    (
+        by_hand(tail_lengths=np.ones((4, 1), int)),
+        r"Group.tail_lengths has shape \(4, 1\), not \(4,\)",
+    ),
+    (
+        by_hand(prompt=np.ones((2, 17), int), prompt_length=np.ones(2, int)),
+        "as many groups must be stacked in both",
     ),
     # Settings of a gradient.
     (lambda: log_probs(temperature=0.0), "temperature must be > 0"),
@@ -625,6 +654,8 @@ LEARNING = [
         lambda: advantages.group_relative([1.0, 0.0], np.ones(3, bool)),
         r"rewards of shape \(2,\) with a mask of \(3,\)",
     ),
+    (lambda: advantages.group_relative([1.0, NAN]), "1 rewards are not finite"),
+    (lambda: advantages.leave_one_out([INF, 1.0]), "1 rewards are not finite"),
     (lambda: advantages.leave_one_out("best"), "rewards must be"),
     (lambda: advantages.leave_one_out(None), "rewards must be"),
     (lambda: advantages.leave_one_out(1.0), "rewards must be"),
