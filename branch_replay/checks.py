@@ -52,10 +52,10 @@ def number(
   if not math.isfinite(value):
     raise ValueError(f"{name} must be finite, not {value}.")
   for bound, words, fails in (
-      (least, "at least", lambda: value < least),
-      (most, "at most", lambda: value > most),
-      (above, "more than", lambda: value <= above),
-      (below, "less than", lambda: value >= below),
+      (least, "≥", lambda: value < least),
+      (most, "≤", lambda: value > most),
+      (above, ">", lambda: value <= above),
+      (below, "<", lambda: value >= below),
   ):
     if bound is not None and fails():
       raise ValueError(f"{name} must be {words} {bound}, not {value}.")

@@ -311,8 +311,10 @@ def check(group: Group, config: config_lib.ModelConfig):
         "group must be a Group, as Group.create makes one, not a "
         f"{type(group).__name__}. A Tree is for branch_replay.tree."
     )
-  if group.tails.ndim < 2 or group.tails.shape[-2] < 1:
-    raise ValueError(f"A group of no branches: tails {group.tails.shape}.")
+  tails = np.shape(group.tails)
+  if len(tails) < 2 or tails[-2] < 1:
+    raise ValueError(f"A group of no branches: tails {tails}.")
+  _check_arrays(group)
   if group.prompt.shape[-1] < 1:
     raise ValueError("Empty prompt: at least one token must precede a tail.")
   _check_block(group, config)
@@ -338,6 +340,34 @@ def check(group: Group, config: config_lib.ModelConfig):
     check_tokens(group.tail_inputs, config, "tail_inputs")
   tails = np.asarray(group.tail_lengths).max(axis=-1)
   check_positions(int((lengths + tails).max()), config)
+
+
+def _check_arrays(group: Group):
+  """Raises ValueError for arrays of a group made by hand that do not fit."""
+  for field in dataclasses.fields(group):
+    x = getattr(group, field.name)
+    if field.name == "block" or (field.name == "tail_inputs" and x is None):
+      continue
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.integer):
+      raise ValueError(
+          f"Group.{field.name} must be an array of integers, not "
+          f"{getattr(x, 'dtype', type(x).__name__)}: Group.create makes it."
+      )
+  tails, prompt = np.shape(group.tails), np.shape(group.prompt)
+  for name, wanted in dict(
+      tail_lengths=tails[:-1], tail_inputs=tails, prompt_length=prompt[:-1]
+  ).items():
+    x = getattr(group, name)
+    if x is not None and np.shape(x) != wanted:
+      raise ValueError(
+          f"Group.{name} has shape {np.shape(x)}, not {wanted}, with a prompt "
+          f"of {prompt} and tails of {tails}."
+      )
+  if prompt[:-1] != tails[:-2]:
+    raise ValueError(
+        f"Group.prompt has shape {prompt} and Group.tails {tails}: as many "
+        "groups must be stacked in both."
+    )
 
 
 def _check_block(group: Group, config: config_lib.ModelConfig):

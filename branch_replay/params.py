@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from branch_replay import checks
 from branch_replay import compare
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
@@ -90,6 +91,7 @@ def check_model(model) -> None:
     raise TypeError(
         f"model must be a Decoder, not a {type(model).__name__}.{hint}"
     )
+  checks.instance(model.config, "Decoder.config", config_lib.ModelConfig)
 
 
 def _named(tree) -> dict:

@@ -7,8 +7,10 @@ Source: the config.json of each model's release.
 
 import difflib
 import json
+import os
 import pathlib
 
+from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay.weights import hf_config
 
@@ -70,6 +72,8 @@ def geometry(name: str) -> config_lib.ModelConfig:
   Raises:
     ValueError: neither; or a file that asks for what is not computed here.
   """
+  checks.instance(name, "model", (str, os.PathLike))
+  name = os.fspath(name)
   preset = PRESETS.get(name.lower())
   if preset is not None:
     return preset

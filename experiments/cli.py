@@ -66,7 +66,7 @@ def main(run, config_file: str) -> None:
     default = pathlib.Path("runs") / pathlib.Path(file).stem
     try:
       run(config.value, pathlib.Path(workdir.value or default))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
       # Ours say what to do; one from elsewhere is a bug and keeps its trace.
       raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
       rooms = set(pathlib.Path(raised_in).resolve().parents)

@@ -388,7 +388,7 @@ def test_coefficients_that_mean_nothing_are_refused():
   decoder, params = tiny.model(tiny.BASE)
   with pytest.raises(ValueError, match="the model has no experts"):
     br.value_and_grad(decoder, tiny.loss, balance=0.1)(params, tiny.group())
-  with pytest.raises(ValueError, match="balance must be at least 0, not -1"):
+  with pytest.raises(ValueError, match="balance must be ≥ 0, not -1"):
     balance.check(-1.0, CONFIG)
   with pytest.raises(ValueError, match="balance_share=0.5 belongs to"):
     br.value_and_grad(decoder, tiny.loss)(

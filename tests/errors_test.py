@@ -225,7 +225,8 @@ def test_under_jit_a_stale_state_turns_everything_into_nan():
 def test_lengths_that_do_not_fit_their_arrays(change, message):
   decoder, params = tiny.model(tiny.BASE)
   wrong = dataclasses.replace(
-      tiny.group(), **jax.tree.map(jnp.asarray, change)
+      tiny.group(),
+      **{name: jnp.asarray(value) for name, value in change.items()},
   )
   with pytest.raises(ValueError, match=message):
     br.log_probs(decoder, params, wrong)

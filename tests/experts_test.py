@@ -314,7 +314,7 @@ def test_layers_before_the_experts_are_a_part():
 
 @pytest.mark.parametrize("options, message", (
     (dict(top_k=5), "top_k=5 is more than the 4 experts"),
-    (dict(count=0), "count must be at least 1: 0"),
+    (dict(count=0), "count must be at least 1, not 0"),
     (dict(scores="tanh"), "'softmax' or 'sigmoid': 'tanh'"),
     (dict(shared_gate=True), "give it a shared_width"),
     (dict(groups=3), "count=4 is not a multiple of groups=3"),

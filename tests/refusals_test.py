@@ -7,10 +7,12 @@ a `TypeError` that code of the package raised: one from the depths of jax, flax
 or numpy does not say what to do.
 """
 
+import ast
 import dataclasses
 import functools
 import math
 import pathlib
+import re
 import traceback
 import types
 
@@ -23,13 +25,16 @@ import pytest
 import branch_replay as br
 from branch_replay import adapters
 from branch_replay import config as config_lib
+from branch_replay import engine
 from branch_replay import host_loop
+from branch_replay import presets
 from branch_replay import sharding
 from branch_replay import tasks
 from branch_replay import tree as tree_lib
 from branch_replay.rl import advantages
 from branch_replay.rl import objectives
 from branch_replay.rollout import drafters
+from branch_replay.rollout import sample as sample_lib
 from branch_replay.training import step
 from tests import tiny
 
@@ -115,11 +120,11 @@ CONFIGS = [
     (config(num_layers=None), "num_layers must be a whole number"),
     (config(head_dim=15), "even head_dim"),
     (config(num_kv_heads=3), "num_heads=4 is not a multiple of"),
-    (config(rope_theta=0.0), "rope_theta must be more than 0"),
+    (config(rope_theta=0.0), "rope_theta must be > 0"),
     (config(rope_theta=NAN), "rope_theta must be finite"),
     (config(rope_theta="1e4"), "rope_theta must be a number"),
     (config(rope_theta_local=-1.0), "rope_theta_local"),
-    (config(norm_eps=-1e-5), "norm_eps must be at least 0"),
+    (config(norm_eps=-1e-5), "norm_eps must be ≥ 0"),
     (config(norm_eps=INF), "norm_eps must be finite"),
     (config(qk_norm="no"), "qk_norm must be True or False"),
     (config(tied_embeddings=1), "tied_embeddings must be True or False"),
@@ -164,21 +169,21 @@ SETTINGS = [
     (lambda: br.Schedule(accumulator_dtype="int32"), "accumulator_dtype must"),
     (lambda: br.Schedule(layout=8), "layout must be a Layout.*sharded"),
     (lambda: br.Schedule(attention="flash"), "'flash'"),
-    (lambda: br.Sampling(chunks=0), "Sampling.chunks must be more than 0"),
+    (lambda: br.Sampling(chunks=0), "Sampling.chunks must be > 0"),
     (lambda: br.Sampling(chunks=NAN), "Sampling.chunks must be finite"),
     (lambda: br.Sampling(chunks="4"), "Sampling.chunks must be a number"),
     (lambda: br.Sampling(law="best"), "'best': use one of importance"),
-    (lambda: br.Sampling(floor=0), "Sampling.floor must be more than 0"),
-    (lambda: br.Sampling(floor=1.5), "Sampling.floor must be at most 1"),
+    (lambda: br.Sampling(floor=0), "Sampling.floor must be > 0"),
+    (lambda: br.Sampling(floor=1.5), "Sampling.floor must be ≤ 1"),
     (lambda: br.Sampling(recurrent=1), "Sampling.recurrent must be True or"),
-    (lambda: br.Law(temperature=-1), "temperature must be at least 0"),
+    (lambda: br.Law(temperature=-1), "temperature must be ≥ 0"),
     (lambda: br.Law(temperature=NAN), "temperature must be finite"),
     (lambda: br.Law(temperature=None), "temperature must be a number"),
     (lambda: br.Law(top_k=0), "top_k must be at least 1"),
     (lambda: br.Law(top_k=0.9), "top_k must be a whole number"),
-    (lambda: br.Law(top_p=0.0), "top_p must be more than 0"),
-    (lambda: br.Law(top_p=50), "top_p must be at most 1"),
-    (lambda: br.LogProbs(0.0), "temperature must be more than 0"),
+    (lambda: br.Law(top_p=0.0), "top_p must be > 0"),
+    (lambda: br.Law(top_p=50), "top_p must be ≤ 1"),
+    (lambda: br.LogProbs(0.0), "temperature must be > 0"),
     (lambda: br.LogProbs("1"), "temperature must be a number"),
     (lambda: br.LogProbs(INF), "temperature must be finite"),
 ]
@@ -257,6 +262,13 @@ GROUPS = [
     ),
 ]
 
+def by_hand(**changes):
+  """A call with a group made by hand."""
+  return lambda: br.log_probs(
+      one().model, one().params, dataclasses.replace(one().group, **changes)
+  )
+
+
 CALLS = [
     # The model and its parameters.
     (
@@ -273,6 +285,12 @@ CALLS = [
         lambda: br.log_probs(one().model, None, one().group),
         "params must be the dict",
     ),
+    (
+        lambda: br.log_probs(br.Decoder("llama"), one().params, one().group),
+        "Decoder.config must be a ModelConfig",
+    ),
+    (lambda: presets.geometry(3), "model must be a str or PathLike"),
+    (lambda: presets.geometry("qwen3-8"), "did you mean 'qwen3-8b'"),
     (
         lambda: br.log_probs(
             one().model, step.TrainState(one().params, (), 0), one().group
@@ -347,10 +365,25 @@ CALLS = [
         lambda: br.dense_log_probs(
             one().model, one().params, one().group, temperature=0
         ),
-        "temperature must be more than 0",
+        "temperature must be > 0",
+    ),
+    (by_hand(tails=np.ones((4, 8))), "Group.tails must be an array of int"),
+    (by_hand(prompt=[1, 2]), "Group.prompt must be an array of int"),
+    (by_hand(prompt_length=3), "Group.prompt_length must be an array"),
+    (
+        by_hand(tail_lengths=np.ones(3, int)),
+        r"Group.tail_lengths has shape \(3,\), not \(4,\)",
+    ),
+    (
+        by_hand(tail_lengths=np.ones((4, 1), int)),
+        r"Group.tail_lengths has shape \(4, 1\), not \(4,\)",
+    ),
+    (
+        by_hand(prompt=np.ones((2, 17), int), prompt_length=np.ones(2, int)),
+        "as many groups must be stacked in both",
     ),
     # Settings of a gradient.
-    (lambda: log_probs(temperature=0.0), "temperature must be more than 0"),
+    (lambda: log_probs(temperature=0.0), "temperature must be > 0"),
     (lambda: log_probs(prefix_gradient="none"), "'none': use one of full"),
     (lambda: log_probs(prefix_gradient=None), "prefix_gradient None"),
     (lambda: log_probs(schedule=None), "schedule must be a Schedule"),
@@ -396,7 +429,7 @@ CALLS = [
         lambda: gradient(
             one().params, one().group, one().weights, balance=-0.1
         ),
-        "balance must be at least 0",
+        "balance must be ≥ 0",
     ),
     (
         lambda: gradient(one().params, one().group, one().weights, balance=NAN),
@@ -482,7 +515,7 @@ CALLS = [
         lambda: tree_lib.log_probs(
             one().model, one().params, one().tree, temperature=-1
         ),
-        "temperature must be more than 0",
+        "temperature must be > 0",
     ),
     # States.
     (
@@ -621,6 +654,8 @@ LEARNING = [
         lambda: advantages.group_relative([1.0, 0.0], np.ones(3, bool)),
         r"rewards of shape \(2,\) with a mask of \(3,\)",
     ),
+    (lambda: advantages.group_relative([1.0, NAN]), "1 rewards are not finite"),
+    (lambda: advantages.leave_one_out([INF, 1.0]), "1 rewards are not finite"),
     (lambda: advantages.leave_one_out("best"), "rewards must be"),
     (lambda: advantages.leave_one_out(None), "rewards must be"),
     (lambda: advantages.leave_one_out(1.0), "rewards must be"),
@@ -722,3 +757,134 @@ LEARNING = [
 )
 def test_a_wrong_argument_is_refused_by_name(call, match):
   refused(call, match)
+
+
+def advice(call, pattern):
+  """What the message of a refused call advises."""
+  with pytest.raises((ValueError, TypeError), match=pattern) as caught:
+    call()
+  return re.search(pattern, str(caught.value)).groups()
+
+
+def shapes_of(*args, **options):
+  """`gradient`, traced and not run."""
+  return jax.eval_shape(lambda: gradient(*args, **options))
+
+
+def test_advice_about_arguments_works_when_it_is_followed():
+  it = one()
+  # To wrap, to unwrap, to call.
+  (wrap,) = advice(
+      lambda: br.log_probs(it.config, it.params, it.group), r"Wrap it: (\w+)\("
+  )
+  (part,) = advice(
+      lambda: br.log_probs(it.model, {"params": it.params}, it.group),
+      r"variables\['(\w+)'\]",
+  )
+  jax.eval_shape(lambda: br.log_probs(
+      getattr(br, wrap)(it.config), {"params": it.params}[part], it.group
+  ))
+  (attribute,) = advice(
+      lambda: step.create(step.TrainState(it.params, (), 0), it.sgd),
+      r"Pass its \.(\w+)",
+  )
+  train_state = step.TrainState(it.params, (), 0)
+  step.create(getattr(train_state, attribute), it.sgd)
+  name, rate = advice(
+      lambda: step.create(it.params, optax.adamw), r"optax\.(\w+)\(([\d.e-]+)\)"
+  )
+  step.create(it.params, getattr(optax, name)(float(rate)))
+  # What is the same for all branches is made part of the loss.
+  def scaled(scale, log_probs_GT, weights_GT):
+    return scale * tiny.loss(log_probs_GT, weights_GT)
+
+  advice(
+      lambda: gradient(it.params, it.group, it.weights, 2.0),
+      r"(functools\.partial)\(loss",
+  )
+  shapes_of(
+      it.params, it.group, it.weights, loss=functools.partial(scaled, 2.0)
+  )
+  (name,) = advice(
+      lambda: log_probs(prefix_gradient="sampled"), r"pass (\w+)="
+  )
+  shapes_of(
+      it.params, it.group, it.weights, prefix_gradient="sampled",
+      **{name: it.key},
+  )
+
+
+def test_advice_about_names_works_when_it_is_followed():
+  (modes,) = advice(
+      lambda: log_probs(prefix_gradient="none"), r"use one of (.*)\."
+  )
+  for mode in modes.split(", "):
+    engine.Task(one().model, prefix_gradient=mode)
+  (policies,) = advice(
+      lambda: br.Schedule(activations="all"), r"use one of (.*) or None"
+  )
+  for policy in policies.split(", "):
+    br.Schedule(activations=policy)
+  for dtype in re.findall("'([a-z0-9]+)'", advice(
+      config(param_dtype="half-precision"), "(use .*)"
+  )[0]):
+    config(param_dtype=dtype)()
+  (name,) = advice(lambda: tasks.recipe("retrival"), "Did you mean '(.*?)'")
+  tasks.recipe(name)
+  (laws,) = advice(lambda: br.Sampling(law="best"), r"use one of (.*)\.")
+  for law in laws.split(", "):
+    br.Sampling(law=law)
+
+
+def test_advice_about_models_works_when_it_is_followed():
+  (pattern,) = advice(
+      config(layer_pattern=("full", "full")), r"write it as (\(.*\))\."
+  )
+  config(layer_pattern=ast.literal_eval(pattern))()
+  advice(config(rotary_dim=16), "(None to rotate all)")
+  config(rotary_dim=None)()
+  experts = dataclasses.replace(one().config, experts=br.Experts(4, 2, 8))
+  adapter = config_lib.Adapter(2, 4.0)
+  (matrices,) = advice(
+      lambda: dataclasses.replace(experts, adapter=adapter),
+      r"as in (\(.*\))\.",
+  )
+  dataclasses.replace(experts, adapter=dataclasses.replace(
+      adapter, matrices=ast.literal_eval(matrices)
+  ))
+  advice(create(tails=[[1] * 300]), "raise (max_positions)")
+  create(tails=[[1] * 300], config=config(max_positions=302)())()
+  recurrent = br.Decoder(tiny.ARCHITECTURES["delta"])
+  (option,) = advice(
+      lambda: engine.Task(recurrent, prefix_gradient="sampled"),
+      r"Sampling\((\w+)=True\)",
+  )
+  engine.Task(
+      recurrent, prefix_gradient="sampled",
+      sampling=br.Sampling(**{option: True}),
+  )
+
+
+def test_advice_about_groups_and_states_works_when_it_is_followed():
+  short, long = tiny.group(tails=(1,)), tiny.group(tails=(1, 2))
+  (name,) = advice(
+      lambda: br.stack([short, long]), r"Group\.create\(\.\.\., (\w+)="
+  )
+  padded = create(tails=[[1]], **{name: 2})()
+  br.stack([padded, long])
+  (buckets,) = advice(
+      lambda: draw(draft_length={7: 1}), r"one for each of (\[.*\])"
+  )
+  lengths = dict.fromkeys(ast.literal_eval(buckets), 0)
+  sample_lib._draft_lengths(lengths, tuple(lengths), None)
+  model, params = tiny.model(tiny.BASE)
+  state = br.capture(model, params, [1, 2, 3], version=1)
+  (capacity,) = advice(
+      lambda: br.extend(model, params, state, 9 * [1], version=1),
+      r"capacity=(\d+)",
+  )
+  roomy = br.capture(
+      model, params, [1, 2, 3], version=1, capacity=int(capacity)
+  )
+  longer = br.extend(model, params, roomy, 9 * [1], version=1)
+  assert int(longer.length) == 11

@@ -465,7 +465,7 @@ def test_errors():
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="sampled")
   with pytest.raises(ValueError, match="Unknown prefix_gradient 'half'"):
     tree_lib.log_probs(decoder, params, tree, prefix_gradient="half")
-  with pytest.raises(ValueError, match="Expected a Tree, not list"):
+  with pytest.raises(TypeError, match="must be a Tree, not a list"):
     tree_lib.replay(decoder, params, [1, 2])
   silent = dataclasses.replace(tree, trained=np.zeros(8, bool))
   with pytest.raises(ValueError, match="No token of the tree carries loss"):

@@ -184,7 +184,7 @@ def test_work_is_that_of_the_pairs_that_are_seen():
     (dict(rotary_dim=5), "rotary_dim=5 must be even and less"),
     (dict(rotary_dim=16), "rotary_dim=16.*head_dim=16.*None to rotate all"),
     (dict(activation="gelu"), "'gelu'.*silu, gelu_tanh"),
-    (dict(layer_pattern=("sliding",), window=0), "at least 1: 0"),
+    (dict(layer_pattern=("sliding",), window=0), "at least 1, not 0"),
     (dict(layer_pattern=("full", "full")), r"repeats itself.*\('full',\)"),
     (
         dict(layer_pattern=("sliding", "full", "full"), window=4),

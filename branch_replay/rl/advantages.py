@@ -213,6 +213,7 @@ def _prepared(rewards_G, mask_G):
   """At least float32, and a mask."""
   rewards_G = checks.numbers_of(rewards_G, "rewards")
   rewards_G = rewards_G.astype(config_lib.at_least_float32(rewards_G.dtype))
+  _check_finite(rewards_G, mask_G)
   if mask_G is None:
     return rewards_G, jnp.ones(rewards_G.shape, bool)
   if jnp.shape(mask_G) != rewards_G.shape:
@@ -221,6 +222,25 @@ def _prepared(rewards_G, mask_G):
         f"{jnp.shape(mask_G)}: one entry of the mask for each reward."
     )
   return rewards_G, jnp.asarray(mask_G)
+
+
+def _check_finite(rewards_G, mask_G):
+  """Raises ValueError for what is not finite inside of the mask.
+
+  Under `jit` values are unknown: `check_rewards` is for before it.
+  """
+  if isinstance(rewards_G, jax.core.Tracer) or isinstance(
+      mask_G, jax.core.Tracer
+  ):
+    return
+  bad = ~np.isfinite(np.asarray(rewards_G))
+  if mask_G is not None and np.shape(mask_G) == bad.shape:
+    bad &= np.asarray(mask_G)
+  if bad.any():
+    raise ValueError(
+        f"{bad.sum()} rewards are not finite: replace them, or leave their "
+        "branches out by the mask."
+    )
 
 
 def _extremes(x_G, mask_G):

@@ -95,6 +95,8 @@ def sample(
   checks.key(key)
   checks.instance(law, "law", law_lib.Law)
   checks.flag(compact, "compact")
+  if layers is not None:
+    checks.instance(layers, "layers", unstacked.Layers)
   schedule_lib.check(schedule)
   if isinstance(prompt, group_lib.Group):
     raise ValueError(
@@ -117,7 +119,6 @@ def sample(
   else:
     prefix.check_samplable(state, model, params, group, version)
   if layers is not None:
-    checks.instance(layers, "layers", unstacked.Layers)
     unstacked.check(layers, params, version)
   inputs = Inputs(
       # Without what only learning reads: else a state that has it would be
