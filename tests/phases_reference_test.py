@@ -94,7 +94,8 @@ def answers_of(model, params, example, key):
 
 def optimizer():
   return optimizers.adamw(
-      lambda update: jnp.asarray(RATES)[update], clip_norm=CLIP
+      lambda update: jnp.asarray(RATES)[update], b1=0.9, b2=0.99,
+      weight_decay=0.0, clip_norm=CLIP,
   )
 
 
