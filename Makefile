@@ -6,6 +6,8 @@
 #                where an earlier run of its workdir, runs/peers, stopped
 # make figures   every figure, from the committed results; under a minute
 # make notebooks run every notebook; a minute or two
+# make mutants   the faults of tests/mutants, one after the other, and which of
+#                them no test notices; a quarter of an hour
 # All build the virtual environment when it is missing; peers builds a second
 # one for the other systems. Measure on a machine that does nothing else.
 
@@ -16,8 +18,10 @@ READY := $(VENV)/.ready
 VENV_PEERS := .venv-peers
 READY_PEERS := $(VENV_PEERS)/.ready
 PEERS ?=
+MUTANTS ?=
 
-.PHONY: compare test train-tiny bench peers figures notebooks lint smoke clean
+.PHONY: compare test train-tiny bench peers figures notebooks lint smoke \
+  mutants clean
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
@@ -41,6 +45,10 @@ figures: $(READY)
 
 notebooks: $(READY)
 	$(BIN)/python notebooks/run.py
+
+# MUTANTS="--match=rl/" runs a part of it, MUTANTS="--only=NAME" one.
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -243,9 +243,10 @@ def model_in_float64():
   Drawn by numpy, which compiles nothing.
   """
   model = br.Decoder(tiny.in_float64(tiny.BASE))
-  shapes = jax.eval_shape(
-      lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-  )["params"]
+  with jax.enable_x64(True):
+    shapes = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    )["params"]
   random = np.random.default_rng(3)
 
   def near(centre):
@@ -258,5 +259,6 @@ def model_in_float64():
       return 1 + 0.2 * random.normal(size=x.shape)
     return random.normal(size=x.shape) / np.sqrt(x.shape[-1])
 
-  params = near(jax.tree_util.tree_map_with_path(first, shapes))
-  return model, params, near(params)
+  with jax.enable_x64(True):
+    params = near(jax.tree_util.tree_map_with_path(first, shapes))
+    return model, params, near(params)

@@ -17,6 +17,7 @@ from concurrent import futures
 import os
 import pathlib
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -50,13 +51,17 @@ def main(arguments=None) -> int:
       prog="tests.mutants", description=__doc__.split("\n")[0]
   )
   parser.add_argument("--only", help="the fault of this name")
-  parser.add_argument("--match", default="", help="faults of files with this")
+  parser.add_argument(
+      "--match", default="", help="faults of files whose path this regular "
+      "expression is found in: rl/, ^rollout, ^[^/]+$"
+  )
   parser.add_argument("--jobs", type=int, default=2, help="at the same time")
   parser.add_argument("--list", action="store_true", help="name them, run none")
   options = parser.parse_args(arguments)
   chosen = [
       fault for fault in mutants.ALL
-      if options.match in fault.file and options.only in (None, fault.name)
+      if re.search(options.match, fault.file)
+      and options.only in (None, fault.name)
   ]
   if not chosen:
     parser.error("No such fault; --list names them.")

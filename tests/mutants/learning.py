@@ -251,7 +251,7 @@ RL = faults(
      update("gspo")),
     ("tokens on the good side count as clipped", "rl/metrics.py",
      '"clipped_high": mean(above_GT & (advantages_GT > 0), mask_GT)',
-     '"clipped_high": mean(above_GT, mask_GT)', update("gspo")),
+     '"clipped_high": mean(above_GT, mask_GT)', update("dapo")),
     ("finished answers are truncated", "rl/metrics.py",
      "mean(~jnp.asarray(finished_G), there_G)",
      "mean(jnp.asarray(finished_G), there_G)", _METRICS + "answers"),
