@@ -15,9 +15,9 @@ from tests.fuzzing.wanted import Gradient
 SEEDS = {
     "a recurrence, stop": (6, 0),
     "adapters, sampled": (29, 0),
-    "eight devices, exact": (23, 0),
+    "stacked groups on eight devices, exact": (26, 0),
     "a tree with windows, stop": (28, 1),
-    "a balanced mixture of experts, exact": (43, 1),
+    "balanced experts, a state made in two parts, stop": (62, 0),
 }
 
 
@@ -49,7 +49,7 @@ def test_problems_are_of_every_kind_and_the_same_again():
       "group", "stacked", "blocks", "tree", "full", "sliding", "latent",
       "delta", "experts", "balance", "adapters", "float32", "one pass", "jit",
       "autodiff", "state", "state autodiff", "kept", "host", "offload",
-      "exact", "stop", "sampled", "on 2", "on 3", "on 4", "on 8", "keep",
+      "extended", "exact", "stop", "sampled", "on 2", "on 3", "on 4", "on 8", "keep",
       "recompute", "recompute_layers", "None",
   ):
     assert counts[what] >= 5, (what, counts[what])

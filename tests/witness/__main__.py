@@ -43,37 +43,70 @@ def made_by() -> dict:
   )
 
 
-def write(picked):
-  arrays, described = {}, []
+class Stored:
+  """What the file holds; saved whenever something is added.
+
+  Attributes:
+    made_by: the command and the versions.
+    cases: by number, a description and the names of the parameters.
+    steps: figures by name.
+    gradients: by number, what `cases.gradients` gave.
+  """
+
+  def __init__(self, made_by, cases, steps, gradients):
+    self.made_by, self.cases = made_by, cases
+    self.steps, self.gradients = steps, gradients
+
+  @classmethod
+  def new(cls):
+    return cls(made_by(), {}, {}, {})
+
+  @classmethod
+  def load(cls):
+    with np.load(FILE) as file:
+      notes = json.loads(str(file["notes"]))
+      gradients = {number: file[number] for number in notes["cases"]}
+    return cls(notes["made_by"], notes["cases"], notes["steps"], gradients)
+
+  def save(self):
+    notes = dict(made_by=self.made_by, cases=self.cases, steps=self.steps)
+    np.savez_compressed(
+        FILE, notes=np.str_(json.dumps(notes)), **self.gradients
+    )
+
+
+def described(case):
+  """As JSON gives it back."""
+  return json.loads(json.dumps(dataclasses.asdict(case)))
+
+
+def write(picked, stored: Stored):
   for case in picked:
     names, numbers = cases_lib.gradients(case)
-    arrays[f"gradients/{case.number}"] = numbers
-    described.append(dict(case=dataclasses.asdict(case), names=names))
-    print(f"case {case.number}: {len(names)} leaves", flush=True)
-  figures = {name: steps_lib.figures(name) for name in steps_lib.STEPS}
-  notes = dict(made_by=made_by(), cases=described, steps=figures)
-  np.savez_compressed(FILE, notes=np.str_(json.dumps(notes)), **arrays)
-  print(f"{FILE}: {FILE.stat().st_size / 1024:.0f} KiB")
+    number = str(case.number)
+    stored.cases[number] = dict(case=described(case), names=names)
+    stored.gradients[number] = numbers
+    stored.save()
+    print(f"case {number}: {len(names)} leaves", flush=True)
 
 
-def compare(picked, with_steps: bool) -> bool:
+def write_steps(stored: Stored):
+  for name in steps_lib.STEPS:
+    stored.steps[name] = steps_lib.figures(name)
+    stored.save()
+    print(name, stored.steps[name], flush=True)
+
+
+def compare(picked, stored: Stored) -> bool:
   """Prints the worst difference of every kind; whether all are small."""
-  with np.load(FILE) as file:
-    stored = {name: file[name] for name in file.files}
-  notes = json.loads(str(stored["notes"]))
-  if notes["made_by"]["jax"] != jax.__version__:
-    print(f"made by jax {notes['made_by']['jax']}, this is {jax.__version__}")
-  known = {entry["case"]["number"]: entry for entry in notes["cases"]}
   worst, good = collections.defaultdict(float), True
   for case in picked:
-    entry = known.get(case.number)
-    if entry is None or entry["case"] != json.loads(
-        json.dumps(dataclasses.asdict(case))
-    ):
-      print(f"WRONG case {case.number} is another one than was stored")
+    entry = stored.cases.get(str(case.number))
+    if entry is None or entry["case"] != described(case):
+      print(f"WRONG case {case.number} is not the one that was stored")
       good = False
       continue
-    off = gradient_error(case, entry, stored[f"gradients/{case.number}"])
+    off = gradient_error(case, entry, stored.gradients[str(case.number)])
     kind = f"{case.kind}, {case.mode}, devices={case.devices}"
     worst[kind] = max(worst[kind], off)
     if not off <= GRADIENT:
@@ -81,8 +114,6 @@ def compare(picked, with_steps: bool) -> bool:
       print(f"WRONG by {off:.2e}: {case}", flush=True)
   for kind in sorted(worst):
     print(f"gradients of {kind}: {worst[kind]:.2e}")
-  if with_steps:
-    good &= compare_steps(notes["steps"])
   return good
 
 
@@ -101,11 +132,15 @@ def gradient_error(case, entry, wanted) -> float:
   ))
 
 
-def compare_steps(wanted) -> bool:
+def compare_steps(stored: Stored) -> bool:
   worst, good = collections.defaultdict(float), True
   for name in steps_lib.STEPS:
+    if name not in stored.steps:
+      print(f"WRONG {name} was not stored")
+      good = False
+      continue
     found = steps_lib.figures(name)
-    for kind, value in wanted[name].items():
+    for kind, value in stored.steps[name].items():
       off = abs(found[kind] / value - 1)
       worst[kind] = max(worst[kind], off)
       if off > FIGURE:
@@ -122,19 +157,34 @@ def compare_steps(wanted) -> bool:
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--write", action="store_true")
-  parser.add_argument("--cases", default=None, help="first:end, of 40")
+  parser.add_argument(
+      "--cases", default=None,
+      help="first:end of the cases alone; written, they replace these",
+  )
+  parser.add_argument(
+      "--steps", action="store_true", help="the compiled steps alone"
+  )
   arguments = parser.parse_args()
-  picked, start = cases_lib.cases(), time.monotonic()
+  start, picked = time.monotonic(), cases_lib.cases()
+  everything = not (arguments.cases or arguments.steps)
   if arguments.cases:
-    if arguments.write:
-      parser.error("--write writes all cases: leave --cases out")
     first, _, end = arguments.cases.partition(":")
     picked = picked[int(first) : int(end) if end else int(first) + 1]
+  elif arguments.steps:
+    picked = []
+  fresh = arguments.write and (everything or not FILE.exists())
+  stored, good = Stored.new() if fresh else Stored.load(), True
+  if stored.made_by["jax"] != jax.__version__:
+    print(f"made by jax {stored.made_by['jax']}, this is {jax.__version__}")
   if arguments.write:
-    write(picked)
-    good = True
+    write(picked, stored)
   else:
-    good = compare(picked, with_steps=not arguments.cases)
+    good = compare(picked, stored)
+  if everything or arguments.steps:
+    if arguments.write:
+      write_steps(stored)
+    else:
+      good &= compare_steps(stored)
   print(
       f"{len(picked)} cases of {cases_lib.DATA} gradients, "
       f"{(time.monotonic() - start) / 60:.1f} minutes, "
