@@ -49,8 +49,8 @@ def test_problems_are_of_every_kind_and_the_same_again():
       "group", "stacked", "blocks", "tree", "full", "sliding", "latent",
       "delta", "experts", "balance", "adapters", "float32", "one pass", "jit",
       "autodiff", "state", "state autodiff", "kept", "host", "offload",
-      "extended", "exact", "stop", "sampled", "on 2", "on 3", "on 4", "on 8", "keep",
-      "recompute", "recompute_layers", "None",
+      "extended", "exact", "stop", "sampled", "on 2", "on 3", "on 4", "on 8",
+      "keep", "recompute", "recompute_layers", "None",
   ):
     assert counts[what] >= 5, (what, counts[what])
 

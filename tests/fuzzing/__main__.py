@@ -76,6 +76,8 @@ def try_seed(seed: int, arguments, failures) -> int:
   forget()
   with found.sizes_of(problem):
     for index in picked:
+      if arguments.first and failures:
+        break
       start = time.monotonic()
       try:
         error = check.run(problem, index)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two hundred gradients: forty problems that are compiled, of five data each.
+"""Two hundred gradients: 25 problems that are compiled, of eight data each.
 
 Everything is drawn by numpy from the number of the case, parameters by their
 names. What is kept of a gradient are norms and projections on random
@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.witness import library
 
-DATA = 5  # of each case
+CASES, DATA = 25, 8  # data of each case
 PROJECTIONS = 3
 BASE = dict(
     vocab_size=61, width=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -90,7 +90,7 @@ ARCHITECTURES = {
     ),
     "one layer": dict(num_layers=1, num_heads=6, num_kv_heads=3),
 }
-MODES = ("exact", "sampled", "stop", "sampled", "full", "exact", "stop")
+MODES = ("exact", "sampled", "stop", "exact", "full", "exact", "sampled")
 KINDS = ("group", "tree", "stacked", "group", "tree", "blocks", "group")
 
 
@@ -130,7 +130,7 @@ def fields_of(case: Case) -> dict:
 def cases() -> list[Case]:
   names = list(ARCHITECTURES)
   return [make(number, names[number % len(names)])
-          for number in range(2 * len(names))]
+          for number in range(CASES)]
 
 
 def make(number: int, name: str) -> Case:
@@ -142,10 +142,10 @@ def make(number: int, name: str) -> Case:
 
   fields = ARCHITECTURES[name]
   recurrent = "delta" in fields.get("layer_pattern", ())
-  kind, mode = KINDS[number % 7], MODES[(number // 7 + number) % 7]
+  kind, mode = KINDS[number % 7], MODES[(number + number // 7) % 7]
   if kind == "blocks" and recurrent:
     kind = "group"
-  devices = 8 if number % 3 == 2 else 1
+  devices = 8 if number % 5 in (2, 4) else 1
   balance = 0.0
   if "experts" in fields and kind == "group":
     balance = 2.0
