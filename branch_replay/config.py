@@ -578,6 +578,12 @@ class ModelConfig:
           f"Experts.first_dense={self.experts.first_dense} leaves none of "
           f"{self.num_layers} layers with experts: use experts=None."
       )
+    if self.activation != "silu" or self.post_norms:
+      raise ValueError(
+          f"activation={self.activation!r}, post_norms={self.post_norms} with "
+          "experts: their gates are silu and nothing norms what they add. Use "
+          "activation='silu' and post_norms=False, or experts=None."
+      )
     if self.adapter is not None:
       refused = {"gate", "up", "down"} & set(self.adapter.matrices)
       if refused:

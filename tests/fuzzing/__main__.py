@@ -41,6 +41,9 @@ def parse():
       "--run", type=int, default=None, help="one of the problem's runs alone"
   )
   parser.add_argument(
+      "--first", action="store_true", help="stop at the first that is wrong"
+  )
+  parser.add_argument(
       "--verbose", action="store_true", help="print every problem, and traces"
   )
   return parser.parse_args()
@@ -73,6 +76,8 @@ def try_seed(seed: int, arguments, failures) -> int:
   forget()
   with found.sizes_of(problem):
     for index in picked:
+      if arguments.first and failures:
+        break
       start = time.monotonic()
       try:
         error = check.run(problem, index)
@@ -103,14 +108,18 @@ def main() -> int:
   first, _, end = arguments.seeds.partition(":")
   seeds = range(int(first), int(end) if end else int(first) + 1)
   start, failures, counts = time.monotonic(), [], collections.Counter()
+  said = start
   try:
     for seed in seeds:
       if time.monotonic() - start > 60 * arguments.minutes:
         break
+      if arguments.first and failures:
+        break
       counts["runs"] += try_seed(seed, arguments, failures)
       counts["seeds"] += 1
-      if counts["seeds"] % 10 == 0:
-        minutes = (time.monotonic() - start) / 60
+      if time.monotonic() - said > 60:
+        said = time.monotonic()
+        minutes = (said - start) / 60
         print(
             f"{counts['seeds']} seeds (to {seed}), {counts['runs']} runs, "
             f"{len(failures)} wrong, {minutes:.1f} minutes", flush=True,

@@ -111,6 +111,18 @@ def options_of(problem, run, params):
   return options
 
 
+def in_two_parts(model, params, group, schedule):
+  """The state of a group's prefix, half of it appended to the other half."""
+  length = int(group.prompt_length) - 1
+  ids = np.asarray(group.prompt)[:length].tolist()
+  half = length // 2
+  state = br.capture(
+      model, params, [*ids[:half], 0], schedule=schedule,
+      capacity=group.prompt.shape[0] + 2,
+  )
+  return br.extend(model, params, state, ids[half:], schedule=schedule)
+
+
 def prepare(problem, run, model, params):
   """The function of one run; texts of one shape are compiled for once.
 
@@ -131,7 +143,9 @@ def prepare(problem, run, model, params):
 
   def more_of(params, data):
     more = dict(key=key) if run.mode == "sampled" else {}
-    if run.driver in ("state", "state autodiff", "kept"):
+    if run.driver == "extended":
+      more["state"] = in_two_parts(model, params, data, options["schedule"])
+    elif run.driver in ("state", "state autodiff", "kept"):
       more["state"] = br.capture(
           model, params, data, schedule=options["schedule"],
           keep=run.driver == "kept",

@@ -28,7 +28,7 @@ class Run:
 
   Attributes:
     driver: "one pass", "jit", "autodiff", "state", "state autodiff", "kept",
-      "host", "offload".
+      "extended" (a state that was captured in two parts), "host", "offload".
     mode: "exact", "full", "stop", or "sampled".
     devices: 1 for the plain layout.
     schedule: fields of `br.Schedule`.
@@ -318,11 +318,15 @@ def draw_run(d: Draw, problem: Problem, chunk: int) -> Run:
     drivers += ["kept"]
     if problem.trainable == "all" and not problem.balance:
       drivers += ["state autodiff"]
+  if problem.kind == "group" and (
+      mode == "stop" or (mode == "exact" and config.positional)
+  ):
+    drivers += ["extended"]
   driver = d.one(*drivers)
   if driver == "host" and config.positional and d.chance(0.3):
     driver = "offload"
   devices = d.one(1, 1, 1, 8, d.one(2, 3, 4))
-  if driver in ("kept", "offload"):
+  if driver in ("kept", "offload", "extended"):
     devices = 1
   narrow = config.param_dtype == "float64" and d.chance(0.05)
   schedule = dict(
