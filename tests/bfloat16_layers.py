@@ -15,6 +15,7 @@ from branch_replay.models import expert_layers
 from branch_replay.models import latent_layers
 from branch_replay.models import layers
 from branch_replay.ops import experts
+from branch_replay.ops import experts_reference
 from branch_replay.ops import few_rows
 from branch_replay.ops import log_probs
 from branch_replay.ops import rope
@@ -330,14 +331,29 @@ def outputs_of_experts_weighted():
   down = bf.normal(4, 256, 32, seed=3, scale=0.1).astype(jnp.float32)
   gate_RF, up_RF = bf.normal(512, 256), bf.normal(512, 256, seed=1)
   choices_Nk = jnp.zeros((512, 1), jnp.int32)
+  gate = bf.wide(gate_RF)
+  hidden = gate / (1 + np.exp(-gate)) * bf.wide(up_RF)
+  right = 1.003 * hidden @ bf.wide(down[0])
   found = jax.jit(expert_layers.ExpertContract(config).apply)(
       {"params": {"expert_down": {"kernel": down}}},
       jnp.zeros((1, 512, 32), jnp.bfloat16), choices_Nk,
       jnp.zeros((512, 4)), gate_RF, up_RF,
   )
-  gate = bf.wide(gate_RF)
-  hidden = gate / (1 + np.exp(-gate)) * bf.wide(up_RF)
-  return bf.slope(found[0], 1.003 * hidden @ bf.wide(down[0])), 5e-4
+  return bf.slope(found[0], right), 5e-4
+
+
+@bf.check
+def outputs_of_experts_of_the_reference():
+  """The same of two experts, of which one is chosen."""
+  x_NM, weights_N1 = bf.normal(512, 16), jnp.full((512, 1), 1.003)
+  gate, up = (bf.normal(2, 16, 32, seed=s, scale=0.3) for s in (1, 2))
+  down = bf.normal(2, 32, 16, seed=3, scale=0.3)
+  found = jax.jit(experts_reference.mix)(
+      x_NM, weights_N1, jnp.ones((512, 1), jnp.int32), gate, up, down
+  )
+  gate, up = (bf.wide(x_NM) @ bf.wide(x[1]) for x in (gate, up))
+  right = gate / (1 + np.exp(-gate)) * up @ bf.wide(down[1])
+  return bf.slope(found, 1.003 * right), 7e-4
 
 
 @bf.check

@@ -18,4 +18,6 @@ def mix(x_NM, weights_Nk, choices_Nk, gate_EMF, up_EMF, down_EFM):
   gate_NEF = jnp.einsum("nm,emf->nef", x_NM, gate_EMF)
   up_NEF = jnp.einsum("nm,emf->nef", x_NM, up_EMF)
   out_NEM = jnp.einsum("nef,efm->nem", jax.nn.silu(gate_NEF) * up_NEF, down_EFM)
-  return jnp.einsum("nem,ne->nm", out_NEM, weights_NE.astype(x_NM.dtype))
+  dtype = weights_NE.dtype
+  y_NM = jnp.einsum("nem,ne->nm", out_NEM.astype(dtype), weights_NE)
+  return y_NM.astype(x_NM.dtype)
