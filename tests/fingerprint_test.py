@@ -28,7 +28,9 @@ def of_each(x_B) -> np.ndarray:
   return np.asarray(each(x_B))
 
 
-@pytest.mark.parametrize("shape", [(13,), (3, 7), (30, 2, 3), (41, 3), (1, 9)])
+@pytest.mark.parametrize(
+    "shape", [(13,), (3, 7), (30, 2, 3), (41, 3), (1, 9), (100, 2)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_lowest_bit_of_any_element_counts(shape, dtype):
   rng = np.random.default_rng(0)

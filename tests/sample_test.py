@@ -426,8 +426,8 @@ def draw(prompt=PROMPT, branches=2, max_tokens=3, params=None, **options):
     (dict(prompt=()), "[Ee]mpty prompt"),
     (dict(prompt=(1, 64)), "prompt.*vocabulary of 64.*64"),
     (dict(prompt=(1, -3)), "prompt.*-3"),
-    (dict(branches=0), "branches=0"),
-    (dict(max_tokens=0), "max_tokens=0"),
+    (dict(branches=0), "branches must be at least 1, not 0"),
+    (dict(max_tokens=0), "max_tokens must be at least 1, not 0"),
     (dict(stop_ids=(2, 64)), "stop ids.*64"),
     (dict(max_tokens=250), "257 positions.*max_positions=256"),
 ))
