@@ -54,6 +54,13 @@ def test_answers_are_packed_longest_first_into_the_fullest_row_with_room():
   np.testing.assert_array_equal(packed.hidden_NTM[..., 0], packed.tokens_NT)
 
 
+def test_of_two_rows_with_room_the_fuller_one_is_taken():
+  packed = lessons_lib.pack(lesson([6, 3, 2]), rows=2, width=8)
+  assert packed.segments_NT.tolist() == [
+      [1, 1, 1, 1, 1, 1, 3, 3], [2, 2, 2, 0, 0, 0, 0, 0],
+  ]
+
+
 def test_of_an_answer_that_is_longer_than_a_row_the_end_is_left_out():
   packed = lessons_lib.pack(lesson([7]), rows=1, width=4)
   assert packed.tokens_NT.tolist() == [[10, 11, 12, 13]]

@@ -293,6 +293,18 @@ def test_the_width_of_a_batch_holds_its_longest_answer():
   assert experience.width([narrow]) == 3
 
 
+def test_rows_behind_the_last_checkpoint_are_dropped(tmp_path):
+  """A run that was killed has logged what it will do again."""
+  with metrics.Log(tmp_path) as log:
+    for step in range(5):
+      log.write(step, "rl", {"loss": 1.0 * step})
+  with metrics.Log(tmp_path, start=2) as log:
+    assert [row["step"] for row in metrics.read(tmp_path)] == [0, 1, 2]
+    log.write(3, "rl", {"loss": -3.0})
+  rows = metrics.read(tmp_path)
+  assert [row["loss"] for row in rows] == [0.0, 1.0, 2.0, -3.0]
+
+
 def test_examples_come_in_an_order_of_their_own_every_epoch():
   """And go on from any position as if they had not been stopped."""
   wanted = [row.id for row, _ in zip(order(0), range(17), strict=False)]

@@ -134,7 +134,8 @@ TRAINING = faults(
     ("ends of phases are not evaluated", "training/loop.py",
      "or place + 1 == phase.steps", "or done == run.steps", RUN + "[0]"),
     ("what is done again is logged twice", "training/metrics.py",
-     'if row["step"] <= start', 'if row["step"] <= start + 1', RUN),
+     'if row["step"] <= start', 'if row["step"] <= start + 1',
+     _PHASES + "rows_behind_the_last_checkpoint_are_dropped"),
     ("answers are cut to the shortest", "training/experience.py",
      "longest = max(int", "longest = min(int",
      _PHASES + "the_width_of_a_batch_holds_its_longest_answer"),
@@ -158,8 +159,7 @@ TRAINING = faults(
      "collapsed_for_long_enough"),
     ("answers are packed into the emptiest row", "training/drafting/lessons.py",
      "np.argmax(used[fits])", "np.argmin(used[fits])",
-     "drafting_test.py::test_answers_are_packed_longest_first_into_the_"
-     "fullest_row_with_room"),
+     "drafting_test.py::test_of_two_rows_with_room_the_fuller_one_is_taken"),
     ("a drafter climbs its loss", "training/drafting/trainer.py",
      "params = optax.apply_updates(trained.params, updates)",
      "params = optax.apply_updates("
