@@ -12,6 +12,7 @@ import argparse
 import collections
 import os
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -105,6 +106,8 @@ def try_seed(seed: int, arguments, failures) -> int:
 
 def main() -> int:
   arguments = parse()
+  for number in (signal.SIGINT, signal.SIGTERM):  # in the background too
+    signal.signal(number, signal.default_int_handler)
   first, _, end = arguments.seeds.partition(":")
   seeds = range(int(first), int(end) if end else int(first) + 1)
   start, failures, counts = time.monotonic(), [], collections.Counter()

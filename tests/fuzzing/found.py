@@ -66,9 +66,7 @@ def data_of(problem, text=None):
     group = br.Group.create(
         prompt, tails, config=problem.config, block=problem.block,
         branches=len(tails) + problem.empty,
-        tail_inputs=None if text.inputs is None else [
-            *text.inputs[number], *[[]] * problem.empty
-        ],
+        tail_inputs=None if text.inputs is None else text.inputs[number],
     )
     groups.append(
         with_garbage(group, problem.shape, random, problem.config.vocab_size)

@@ -232,7 +232,8 @@ def draw_experts(d: Draw, layers: int) -> br.Experts:
 def draw_groups(d: Draw, config, kind: str, chunk: int, balance: bool):
   """Prompts and tails, several times in one shape."""
   count = d.between(2, 3) if kind == "stacked" else 1
-  branches, longest = d.between(1, 5), d.one(8, 16, 24)
+  # A term over all branches is that of one where there is one.
+  branches, longest = d.between(2 if balance else 1, 5), d.one(8, 16, 24)
   lengths = d.length(0, 40, chunk), d.length(1, longest, d.one(chunk, 8))
   shape = (
       group_lib.bucket(lengths[0]) + 1 + d.one(0, 0, d.between(1, 9)),
