@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What bfloat16 models compute has the digits it should; bfloat16_checks.py."""
 
-import functools
 import json
 import os
 import pathlib
@@ -18,13 +17,20 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 assert bfloat16_checks.MODULES
 
 
-@functools.cache
-def found():
-  """Errors and limits, from a process with an XLA that rounds as it is told."""
+@pytest.fixture(scope="session")
+def found(request):
+  """Errors and limits of what is tested, by an XLA that rounds as it is told.
+
+  One process for all of them: its flags are read once.
+  """
+  names = [
+      item.callspec.params["name"] for item in request.session.items
+      if item.nodeid.startswith("tests/bfloat16_test.py::")
+  ]
   flags = os.environ.get("XLA_FLAGS", "")
   process = subprocess.run(
-      [sys.executable, "-m", "tests.bfloat16_checks"], cwd=ROOT, check=True,
-      stdout=subprocess.PIPE, text=True,
+      [sys.executable, "-m", "tests.bfloat16_checks", *names], cwd=ROOT,
+      check=True, stdout=subprocess.PIPE, text=True,
       env=os.environ | {
           "XLA_FLAGS": f"{flags} --xla_allow_excess_precision=false"
       },
@@ -33,8 +39,8 @@ def found():
 
 
 @pytest.mark.parametrize("name", bfloat16_numbers.CHECKS)
-def test_digits(name):
-  outcome = found()[name]
+def test_digits(name, found):
+  outcome = found[name]
   assert not isinstance(outcome, str), outcome
   error, limit = outcome
   assert error <= limit, f"{name}: {error:.3g} is more than {limit:.3g}"
