@@ -93,7 +93,10 @@ def compare(gradient, reference) -> Comparison:
   relative = {
       name: errors[name] / max(norms[name], _FLOOR * norm) for name in errors
   }
-  worst = max(relative, key=relative.get)
+  # What is not a number is worse than any: max() would pass over it.
+  worst = max(relative, key=lambda name: np.nan_to_num(
+      relative[name], nan=np.inf
+  ))
   return Comparison(
       cosine=dots / (norm * np.sqrt(squares)) if squares else 0.0,
       relative_error=float(np.linalg.norm(list(errors.values()))) / norm,

@@ -11,20 +11,17 @@ from branch_replay import sharding
 from tests import tiny
 
 
-@pytest.mark.parametrize("devices,window", [(8, 5), (3, 9)])
-def test_a_windowed_state_of_several_devices_gives_the_dense_gradient(
-    x64, devices, window
-):
-  """Chunks shorter than a window, and longer ones, of one device's share."""
+def test_a_windowed_state_of_three_devices_gives_the_dense_gradient(x64):
+  """A device's share of a chunk is shorter than that of a window."""
   config = dataclasses.replace(
-      tiny.ARCHITECTURES["window and full"], window=window
+      tiny.ARCHITECTURES["window and full"], window=9
   )
   decoder, params = tiny.model(tiny.in_float64(config))
   group = tiny.group(prompt=22, tails=(5, 1, 3))
   weights = tiny.weights(group)
   schedule = br.Schedule(
       chunk_size=8, activations="recompute",
-      layout=sharding.sharded(params, devices),
+      layout=sharding.sharded(params, 3),
   )
   state = br.capture(decoder, params, group, schedule=schedule)
   _, found = br.value_and_grad(decoder, tiny.loss, schedule=schedule)(
