@@ -42,7 +42,8 @@ TRAINING = faults(
      "norm = optax.tree.norm(grads)", "norm = optax.tree.norm(updates)",
      update("supervised")),
     ("updates are not counted", "training/step.py",
-     "train_state.step + 1", "train_state.step + 0", update("supervised")),
+     "train_state.step + good.astype(jnp.int32)", "train_state.step",
+     update("supervised")),
     ("gradient clipping is dropped", "training/optimizers.py",
      "if clip_norm is None:", "if True:", ADAMW + "[1.0]"),
     ("the rate rises where it should fall", "training/optimizers.py",
@@ -85,10 +86,10 @@ TRAINING = faults(
      "readout_lib.LogProbs(self.temperature)", "readout_lib.LogProbs()",
      update("ppo")),
     ("pairs are of neighbours", "training/algorithms.py",
-     "order[::-1][:half]", "order[half:]", update("ipo")),
+     "paired[::-1][:half]", "paired[-half:]", update("ipo")),
     ("pairs of equal rewards are kept", "training/algorithms.py",
-     "real = rewards_G[better] > rewards_G[worse]",
-     "real = rewards_G[better] >= rewards_G[worse]", update("ipo")),
+     "np.repeat(rewards_G[better] > rewards_G[worse], 2)",
+     "np.repeat(rewards_G[better] >= rewards_G[worse], 2)", update("ipo")),
     ("supervised losses are means of means", "training/algorithms.py",
      'masks(batch), "token_mean"', 'masks(batch), "sequence_mean"',
      update("supervised")),
@@ -161,9 +162,9 @@ TRAINING = faults(
      "np.argmax(used[fits])", "np.argmin(used[fits])",
      "drafting_test.py::test_of_two_rows_with_room_the_fuller_one_is_taken"),
     ("a drafter climbs its loss", "training/drafting/trainer.py",
-     "params = optax.apply_updates(trained.params, updates)",
-     "params = optax.apply_updates("
-     "trained.params, jax.tree.map(jnp.negative, updates))",
+     "self.optimizer, trained.params, trained.optimizer, grads, loss",
+     "self.optimizer, trained.params, trained.optimizer,"
+     " jax.tree.map(jnp.negative, grads), loss",
      "drafting_test.py::test_training_makes_more_of_its_drafts_accepted"),
 )
 

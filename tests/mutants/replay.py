@@ -43,7 +43,7 @@ REPLAY = faults(
      "value = jnp.sum(whole)",
      "rl_replay_test.py::test_one_gradient_for_every_split"),
     ("positions of the prefix are balanced once", "passes.py",
-     "lambda x: group.tails.shape[0] * x, seeds", "lambda x: x, seeds",
+     "lambda x: branches * x, seeds", "lambda x: x, seeds",
      _BALANCE + "exact_and_full_have_the_gradient_of_the_dense_term"),
     ("a popped chunk loses the embedding's share", "engine.py",
      "  grads = segment.embed_backward(\n      task.config, grads, tokens_GT",
