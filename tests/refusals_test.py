@@ -293,7 +293,7 @@ CALLS = [
     (lambda: presets.geometry("qwen3-8"), "did you mean 'qwen3-8b'"),
     (
         lambda: br.log_probs(
-            one().model, step.TrainState(one().params, (), 0), one().group
+            one().model, step.TrainState(one().params, (), 0, 0), one().group
         ),
         "TrainState. Pass its .params",
     ),
@@ -785,10 +785,10 @@ def test_advice_about_arguments_works_when_it_is_followed():
       getattr(br, wrap)(it.config), {"params": it.params}[part], it.group
   ))
   (attribute,) = advice(
-      lambda: step.create(step.TrainState(it.params, (), 0), it.sgd),
+      lambda: step.create(step.TrainState(it.params, (), 0, 0), it.sgd),
       r"Pass its \.(\w+)",
   )
-  train_state = step.TrainState(it.params, (), 0)
+  train_state = step.TrainState(it.params, (), 0, 0)
   step.create(getattr(train_state, attribute), it.sgd)
   name, rate = advice(
       lambda: step.create(it.params, optax.adamw), r"optax\.(\w+)\(([\d.e-]+)\)"
