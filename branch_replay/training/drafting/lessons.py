@@ -77,7 +77,7 @@ def of_answers(
   Raises:
     ValueError: a state of another prompt or of other parameters.
   """
-  prefix.check_samplable(state, params, group, version)
+  prefix.check_samplable(state, model, params, group, version)
   hidden_GTM = _hidden(model, schedule, params, group, state, version)
   return Lesson(
       step, *jax.device_get((
