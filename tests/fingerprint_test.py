@@ -142,7 +142,9 @@ def test_a_state_of_another_model_with_the_same_parameters_is_refused(field):
   with refused():  # also where values are not known
     jax.jit(lambda p: br.log_probs(other, p, group, **options))(params)
   with refused():
-    br.value_and_grad(other, tiny.loss)(params, group, 0, **options)
+    br.value_and_grad(other, tiny.loss)(
+        params, group, tiny.weights(group), **options
+    )
   with refused():
     br.sample(
         other, params, prompt, key=jax.random.key(0), branches=1,

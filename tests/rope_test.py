@@ -106,7 +106,9 @@ def random(*shape):
 ))
 def test_attention_layers_turn_far_positions_exactly(name):
   """Each kind of layer of a model, with its own base and scaling."""
-  config = dataclasses.replace(tiny.ARCHITECTURES[name], qk_norm=False)
+  config = dataclasses.replace(
+      tiny.ARCHITECTURES[name], qk_norm=False, score_divisor=None
+  )
   at_GT = far_positions()[None]
   for kind in set(config.layer_pattern) - {"delta"}:
     theta, scaling = config.rope_of(kind)
@@ -162,7 +164,8 @@ def test_latent_layers_turn_far_positions_exactly():
 def test_new_tokens_behind_four_million_are_turned_exactly():
   """Decoding counts from the length of the prefix; a window has no more."""
   config = dataclasses.replace(
-      tiny.ARCHITECTURES["gemma3"], qk_norm=False, max_positions=FAR
+      tiny.ARCHITECTURES["gemma3"], qk_norm=False, score_divisor=None,
+      max_positions=FAR
   )
   slots_GT, length = jnp.arange(6)[None], FAR - 6
   mixed = [
