@@ -93,7 +93,11 @@ def layers(config, params):
   return found
 
 
-def norm(config, scale, x):
+def norm(config, parameter, x):
+  return scaled_norm(config, parameter + int(config.norms_from_one), x)
+
+
+def scaled_norm(config, scale, x):
   mean = jnp.mean(x * x, axis=-1, keepdims=True)
   shape = (1,) * (x.ndim - 1) + scale.shape
   return x / jnp.sqrt(mean + config.norm_eps) * scale.reshape(shape)
@@ -109,9 +113,9 @@ def linear(config, params, x):
   return y
 
 
-def attend(q, k, v, k_before, v_before, seen, same):
+def attend(q, k, v, k_before, v_before, seen, same, divisor=None):
   """[S, N, E] of queries and keys [S, N, D] and values [S, N, E]."""
-  scale = q.shape[-1] ** -0.5
+  scale = (divisor or q.shape[-1]) ** -0.5
   own = jnp.einsum("snd,tnd->nst", q, k)
   before = jnp.einsum("snd,tnd->nst", q, k_before)
   scores = scale * jnp.where(same[None], own, before)
@@ -158,7 +162,9 @@ def attention(config, kind, params, x, row, same):
       jnp.repeat(a, each, axis=1)
       for a in (k, v, weighted(k, weight), weighted(v, weight))
   )
-  out = attend(q, k, v, k_before, v_before, seen, same).reshape(tokens, -1)
+  out = attend(
+      q, k, v, k_before, v_before, seen, same, config.score_divisor
+  ).reshape(tokens, -1)
   if config.output_gate:
     out *= jax.nn.sigmoid(linear(config, project["output_gate"], normed))
   return linear(config, params["join"]["output"], out)
@@ -236,7 +242,7 @@ def delta_rule(config, params, x, row):
       jnp.zeros((delta.conv_width - 1, *channels.shape[1:]), x.dtype),
   )
   _, out = lax.scan(token, nothing, (channels, rates, starts, before))
-  out = norm(config, params["join"]["norm"]["scale"], out)
+  out = scaled_norm(config, params["join"]["norm"]["scale"], out)
   out = out.reshape(tokens, -1) * jax.nn.silu(gate)
   return linear(config, params["join"]["output"], out)
 
