@@ -445,7 +445,7 @@ def test_turns_are_segments_and_observations_carry_no_loss():
 
 
 def test_errors():
-  decoder, params = br.Decoder(tiny.BASE), {}
+  decoder, params = tiny.model(tiny.BASE)
   make_tree = br.Tree.from_sequences
   for sequences, message in (
       ([], "at least one token"), ([[1], []], "at least one token"),
