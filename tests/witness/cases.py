@@ -49,6 +49,7 @@ ARCHITECTURES = {
         rope_theta=1000.0, rope_theta_local=50.0, qk_norm=True,
         rope_scaling=dict(kind="linear", factor=4.0), post_norms=True,
         activation="gelu_tanh", scale_embeddings=True, tied_embeddings=True,
+        norms_from_one=True, score_divisor=24,
     ),
     "delta": dict(layer_pattern=("delta",), delta=_DELTA),
     "hybrid": dict(
