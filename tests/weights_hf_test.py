@@ -87,7 +87,7 @@ def test_export_then_import_is_bit_equal(tmp_path, name, dtype):
 
 
 def test_tensors_have_the_published_shapes(tmp_path):
-  """HF-02: width 32, 4 heads of 16: q_proj is [64, 32], not [32, 32]."""
+  """Width 32, 4 heads of 16: q_proj is [64, 32], not [32, 32]."""
   params = random_params(QWEN3)
   hf.save_hf(tmp_path, QWEN3, params)
   tensors = safetensors_numpy.load_file(tmp_path / "model.safetensors")
@@ -107,7 +107,7 @@ def test_tensors_have_the_published_shapes(tmp_path):
 
 
 def test_query_heads_read_their_own_kv_head(tmp_path):
-  """HF-02: heads 0 and 1 read key-value head 0, heads 2 and 3 head 1."""
+  """Heads 0 and 1 read key-value head 0, heads 2 and 3 head 1."""
   config = dataclasses.replace(TIED, num_layers=1)
   name = "model.layers.0.self_attn.o_proj.weight"
 
@@ -136,7 +136,7 @@ def test_query_heads_read_their_own_kv_head(tmp_path):
 
 
 def test_head_and_tie_flag(tmp_path):
-  """HF-01: tied or not, head in the file or not."""
+  """Tied or not, head in the file or not."""
   head, embedding = "lm_head.weight", "model.embed_tokens.weight"
 
   def add_equal(tensors):
@@ -166,7 +166,6 @@ def test_head_and_tie_flag(tmp_path):
 
 
 def test_tied_gradient_is_embedding_part_plus_head_part():
-  """HF-01: the last line of the case."""
   tied, untied = decoder.Decoder(TIED), decoder.Decoder(CONFIG)
   params = random_params(TIED)
   twice = params | {"head": {"table": params["embed"]["table"]}}
@@ -214,7 +213,7 @@ def test_long_lists_of_names_are_counted(tmp_path):
 
 
 def test_missing_biases_and_norms_are_errors(tmp_path):
-  """HF-02: a Qwen file without its biases or norms is not a Llama."""
+  """A Qwen file without its biases or norms is not a Llama."""
   for name, config, part in (("2", QWEN2, "bias"), ("3", QWEN3, "q_norm")):
     def change(tensors, part=part):
       for key in [key for key in tensors if part in key]:
