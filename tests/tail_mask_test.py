@@ -166,8 +166,9 @@ def test_errors():
     create([1], [[2]], config=config, block=2, tail_inputs=[[64]])
   with pytest.raises(ValueError, match="recurrent layers see no later token"):
     group_lib.check(noised(), tiny.ARCHITECTURES["hybrid"])
-  decoder = br.Decoder(config)
+  decoder, params = tiny.model(config)
   with pytest.raises(ValueError, match=r"no tails in blocks \(block=3\)"):
     br.sample(
-        decoder, {}, noised(), key=jax.random.key(0), branches=1, max_tokens=1
+        decoder, params, noised(), key=jax.random.key(0), branches=1,
+        max_tokens=1,
     )
