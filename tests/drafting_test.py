@@ -252,7 +252,7 @@ def small():
 
 @pytest.mark.parametrize("kind", ("ngram", "learned"))
 def test_a_run_with_drafts_has_the_rewards_of_one_without(kind, tmp_path, x64):
-  model, params = small()
+  model, params = tiny.model(tiny.in_float64(CONFIG))
   trained = [
       loop.train(run_of(model, kind), params, tmp_path / str(kind))
       for kind in (None, kind)
