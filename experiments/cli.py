@@ -68,9 +68,11 @@ def main(run, config_file: str) -> None:
       run(config.value, pathlib.Path(workdir.value or default))
     except (ValueError, TypeError) as error:
       # Ours say what to do; one from elsewhere is a bug and keeps its trace.
-      raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-      rooms = set(pathlib.Path(raised_in).resolve().parents)
-      if not rooms & {_ROOT / "branch_replay", _ROOT / "experiments"}:
+      frame = traceback.extract_tb(error.__traceback__)[-1]
+      rooms = set(pathlib.Path(frame.filename).resolve().parents)
+      ours = rooms & {_ROOT / "branch_replay", _ROOT / "experiments"}
+      # A call with a wrong number of arguments is a bug, too.
+      if not ours or not (frame.line or "").startswith("raise"):
         raise
       sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -116,7 +116,7 @@ class Parts:
     grads = jax.tree.map(jnp.zeros_like, params)
 
     def optimize():
-      self._train_state, _ = update(self._train_state, grads)
+      self._train_state, _ = update(self._train_state, grads, jnp.float32(0))
       return self._train_state
 
     self.run = {
