@@ -7,7 +7,7 @@
 # make figures   every figure, from the committed results; under a minute
 # make notebooks run every notebook; a minute or two
 # make mutants   the faults of tests/mutants, one after the other, and which of
-#                them no test notices; a quarter of an hour
+#                them no test notices; the better part of an hour
 # All build the virtual environment when it is missing; peers builds a second
 # one for the other systems. Measure on a machine that does nothing else.
 
