@@ -21,7 +21,6 @@ one a token and choice.
 """
 
 # isort: off
-from branch_replay.chunk_sampling import Sampling
 from branch_replay.config import Experts
 from branch_replay.config import GatedDelta
 from branch_replay.config import LatentAttention
@@ -30,15 +29,17 @@ from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
 from branch_replay.config import YarnScaling
-from branch_replay.group import Group
-from branch_replay.group import stack
-from branch_replay.models.decoder import Decoder
 from branch_replay.prefix import capture
 from branch_replay.prefix import extend
-from branch_replay.prefix_replay import dense_log_probs
-from branch_replay.prefix_replay import log_probs
-from branch_replay.prefix_replay import replay
-from branch_replay.prefix_replay import value_and_grad
+from branch_replay.estimators import Sampling
+from branch_replay.gradients import dense_log_probs
+from branch_replay.gradients import log_probs
+from branch_replay.gradients import replay
+from branch_replay.gradients import value_and_grad
+from branch_replay.group import Group
+from branch_replay.group import stack
+from branch_replay.hosted import Hosted
+from branch_replay.models.decoder import Decoder
 from branch_replay.readout import LogProbs
 from branch_replay.rollout.law import Law
 from branch_replay.rollout.result import Finish
@@ -58,6 +59,7 @@ __all__ = [
     "Finish",
     "GatedDelta",
     "Group",
+    "Hosted",
     "Law",
     "LatentAttention",
     "LayerKind",

@@ -174,7 +174,7 @@ class LayerKind:
 # What a mixer has; `mixers.kinds` says what each is.
 OF_MIXER = (
     "MIXED", "STAGE", "empty", "accumulator", "seen", "push", "extend", "skip",
-    "fit", "complete", "forward", "backward", "cache", "decode", "settle",
+    "fit", "undo", "forward", "backward", "cache", "decode", "settle",
 )
 
 

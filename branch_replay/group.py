@@ -309,7 +309,7 @@ def check(group: Group, config: config_lib.ModelConfig):
   if not isinstance(group, Group):
     raise TypeError(
         "group must be a Group, as Group.create makes one, not a "
-        f"{type(group).__name__}. A Tree is for branch_replay.tree."
+        f"{type(group).__name__}."
     )
   tails = np.shape(group.tails)
   if len(tails) < 2 or tails[-2] < 1:

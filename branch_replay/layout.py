@@ -49,8 +49,9 @@ class Layout:
 
     Args:
       function: of shares, to shares.
-      ins: kinds of its arguments: "params", "grads", "state", "mixer" (the
-        arrays of a state) or "all", which every device has whole.
+      ins: kinds of its arguments, each a kind or a tree of kinds: "params",
+        "grads", "mixer" (arrays of a state or its cotangent), "stacked" (with
+        one more axis before) or "all", which every device has whole.
       outs: kinds of its results.
       grads_like: the parameters that "grads" are like.
     """

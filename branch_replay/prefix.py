@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import engine
+from branch_replay import compiled
 from branch_replay import fingerprint
 from branch_replay import group as group_lib
 from branch_replay import params as params_lib
-from branch_replay import passes
 from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
+from branch_replay.spec import Spec
 
 
 def capture(
@@ -68,9 +68,7 @@ def capture(
   if keep and schedule.layout.devices > 1:
     raise ValueError("keep=True keeps activations on one device only.")
   policy = "keep" if keep else "recompute"
-  task = engine.Task(
-      model, schedule=dataclasses.replace(schedule, activations=policy)
-  )
+  spec = Spec(model, schedule=schedule).with_policy(policy)
   if capacity is not None:
     checks.integer(capacity, "capacity", 0)
     length = prompt.prompt_length - 1
@@ -80,7 +78,7 @@ def capture(
       )
   if version is None:
     version = fingerprint.of_params(params)
-  state = passes.capture(task, params, prompt, version, capacity or 0)
+  state = compiled.capture(spec, params, prompt, version, capacity or 0)
   return dataclasses.replace(
       state, model=fingerprint.of_config(model.config)
   )
@@ -135,8 +133,9 @@ def extend(
     part = tokens[start : start + schedule.chunk_size]
     end = int(state.length) + part.size
     padded = np.pad(part, (0, group_lib.bucket(part.size) - part.size))
-    state = passes.extend(
-        model, params, state, jnp.asarray(padded, jnp.int32), jnp.int32(end)
+    state = compiled.extend(
+        Spec(model), params, state, jnp.asarray(padded, jnp.int32),
+        jnp.int32(end),
     )
   return state
 
@@ -164,34 +163,34 @@ def check_samplable(state, model, params, group, version):
   check_version(state, params, version)
 
 
-def check_replayable(task, state, group):
+def check_replayable(spec, state, group):
   """None, or under jit whether the state is of this group's prompt.
 
   Raises:
-    ValueError: a state this task cannot replay.
+    ValueError: a state that cannot be replayed so.
   """
   check_state(state)
-  if task.prefix_gradient == "full":
+  if spec.whole:
     raise ValueError("prefix_gradient='full' runs whole sequences: no state=.")
-  check_model(state, task.config)
-  if state.devices != task.layout.devices:
+  check_model(state, spec.config)
+  if state.devices != spec.layout.devices:
     raise ValueError(
         f"The state lies on {state.devices} devices, the schedule's layout has "
-        f"{task.layout.devices}. Capture it with the same schedule."
+        f"{spec.layout.devices}. Capture it with the same schedule."
     )
   if state.kept is not None:
     # Inputs of layers of every chunk, [chunks, L, 1, C, M], come first.
     kept = jax.tree.leaves(state.kept)[0].shape
-    if (kept[0], kept[3]) != task.chunks(group.prompt.shape[0] - 1):
+    if (kept[0], kept[3]) != spec.chunks(group.prompt.shape[0] - 1):
       raise ValueError(
           f"The state keeps chunks of {kept[3]} positions; chunk_size="
-          f"{task.schedule.chunk_size} asks for others. Use one schedule for "
+          f"{spec.schedule.chunk_size} asks for others. Use one schedule for "
           "both, or capture with keep=False."
       )
-  chunks = task.chunks(group.prompt.shape[0] - 1)
-  if task.accumulates and not state_lib.complete(task.config, state, chunks):
+  chunks = spec.chunks(group.prompt.shape[0] - 1)
+  if spec.accumulates and not state_lib.complete(spec.config, state, chunks):
     raise ValueError(
-        f"chunk_size={task.schedule.chunk_size} cuts this group's prefix into "
+        f"chunk_size={spec.schedule.chunk_size} cuts this group's prefix into "
         f"{chunks.count} chunks of {chunks.size}, and the state does not keep "
         "what precedes each of them in layers with a window or a recurrence. "
         "Capture it for this group with the same schedule, without capacity=, "

@@ -27,12 +27,15 @@ import numpy as np
 from branch_replay import checks
 from branch_replay import compare
 from branch_replay import params as params_lib
-from branch_replay import state as state_lib
 from branch_replay.layout import Layout
 from branch_replay.ops import attention
 from branch_replay.ops import kernels
 
 _AXIS = "tokens"
+_SHARED = {
+    "all": (), "mixer": (None, None, _AXIS),
+    "stacked": (None, None, None, _AXIS),
+}
 _LAYERS = "layers/"
 # By width, so that their columns are looked up and gathered.
 _TABLES = ("embed/table", "head/table")
@@ -60,34 +63,25 @@ class Sharded(Layout):
     return kernels.platform(self.mesh.devices.flat[0])
 
   def over(self, function, ins, outs, grads_like=None):
-    def out_specs(kind):
-      if isinstance(kind, tuple):
-        return tuple(map(out_specs, kind))
-      return self._specs(kind, grads_like)
-
     def run(*args):
       in_specs = tuple(
-          PartitionSpec() if arg is None else self._specs(kind, arg)
-          for kind, arg in zip(ins, args, strict=True)
+          PartitionSpec() if arg is None else self._specs(kinds, arg)
+          for kinds, arg in zip(ins, args, strict=True)
       )
       return jax.shard_map(
           function, mesh=self.mesh, in_specs=in_specs,
-          out_specs=out_specs(outs), check_vma=False,
+          out_specs=self._specs(outs, grads_like), check_vma=False,
       )(*args)
 
     return run
 
-  def _specs(self, kind: str, value):
-    whole, stripes = PartitionSpec(), PartitionSpec(None, None, _AXIS)
-    if kind in ("params", "grads"):
-      return self.param_specs(value)
-    if kind == "mixer":
-      return stripes
-    if kind == "all":
-      return whole
-    return state_lib.PrefixState(
-        stripes, whole, whole, whole, None, stripes, self.devices
-    )
+  def _specs(self, kinds, params):
+    def spec(kind):
+      if kind in ("params", "grads"):
+        return self.param_specs(params)
+      return PartitionSpec(*_SHARED[kind])
+
+    return jax.tree.map(spec, kinds)
 
   def param_specs(self, params):
     """Specs of a tree of parameters, or of gradients."""

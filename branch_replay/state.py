@@ -28,6 +28,9 @@ class PrefixState:
     length: i32[], positions that are real.
     version: u32[], fingerprint of the parameters it was captured under.
     kept: activations of the chunks, when the policy is to keep them.
+    undo: what popping each chunk takes to get back to the state before it, by
+      stack, [chunks, ...]; nothing in stacks with a place for every position,
+      None of a state that is not for popping.
     choices: the experts of every position, i32[L, 1, P, k] by stack, with which
       chunks are run again; nothing in stacks without experts.
     devices: how many devices the positions are dealt to; position p is on
@@ -41,6 +44,7 @@ class PrefixState:
   length: jax.Array
   version: jax.Array
   kept: object = None
+  undo: Any = None
   choices: Any = dataclasses.field(default_factory=dict)
   devices: int = dataclasses.field(default=1, metadata=dict(static=True))
   model: tuple | None = dataclasses.field(
@@ -90,7 +94,7 @@ def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
 
 def empty(
     config: config_lib.ModelConfig, capacity: int, version=0,
-    devices: int = 1, *, popped: Chunks = NO_CHUNKS, room: int = 0,
+    devices: int = 1, *, room: int = 0,
 ) -> PrefixState:
   """One device's share of a state of no positions and room for `capacity`.
 
@@ -99,13 +103,10 @@ def empty(
     capacity: positions there is room for on all devices.
     version: see `PrefixState`.
     devices: that share it.
-    popped: the chunks that will be popped, for layers that must keep what
-      precedes them.
     room: the largest capacity it will be given later.
   """
   sizes = sizes_lib.Sizes(
-      capacity // devices, max(room, capacity) // devices, devices,
-      popped.count, popped.size // devices,
+      capacity // devices, max(room, capacity) // devices, devices
   )
   return PrefixState(
       mixer=pattern.build(
@@ -152,62 +153,105 @@ def accumulator(
   )
 
 
-def seen(config: config_lib.ModelConfig, mixer, index=None, size: int = 0):
-  """What a segment continues from: by default a tail.
-
-  Args:
-    config: geometry.
-    mixer: the state of all layers.
-    index: of the chunk that is popped.
-    size: of its positions, on this device.
-  """
+def seen(config: config_lib.ModelConfig, mixer):
+  """What a segment continues from."""
   return pattern.over(
-      config,
-      lambda kind, stack: kinds.mixer(kind).seen(stack, index, size), mixer,
+      config, lambda kind, stack: kinds.mixer(kind).seen(stack), mixer
   )
 
 
-def chosen(state: PrefixState, start, size: int, room: int):
+def chosen(state: PrefixState, start, size: int, places: int):
   """The experts of a chunk's positions, `PrefixState.choices` of them alone.
 
   Args:
     state: the prefix.
     start: of the chunk, on this device.
     size: of its positions.
-    room: positions past the state's capacity that chunks may reach.
+    places: positions that chunks reach on this device, more than the state has
+      room for where it was captured in other chunks.
   """
   def part(x_L1Pk):
+    room = max(0, places - x_L1Pk.shape[2])
     padded = jnp.pad(x_L1Pk, ((0, 0), (0, 0), (0, room), (0, 0)))
     return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=2)
 
   return jax.tree.map(part, state.choices)
 
 
-def push(
-    config: config_lib.ModelConfig, state: PrefixState, present, chunk
-) -> PrefixState:
-  """The state with what a chunk left behind.
+def push(config: config_lib.ModelConfig, state: PrefixState, present, chunk):
+  """Appends what a chunk left behind.
 
   Args:
     config: geometry.
     state: before the chunk.
     present: `segment.Present` of the chunk.
     chunk: where it stands, `sizes.Chunk`.
+
+  Returns:
+    The state after the chunk, and what `undo` takes, by stack.
   """
-  mixer = push_mixer(config, state.mixer, present, chunk)
-  choices = jax.tree.map(
-      lambda x, new: attention.push((x,), (new,), chunk)[0],
-      state.choices, present.choices,
-  )
-  return dataclasses.replace(state, mixer=mixer, choices=choices)
-
-
-def push_mixer(config: config_lib.ModelConfig, mixer, present, chunk):
-  """`push` of the mixer state alone."""
-  return pattern.over(
+  pushed = pattern.over(
       config,
       lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
-      mixer, present.mixer,
+      state.mixer, present.mixer,
+  )
+  choices = jax.tree.map(
+      lambda x, new: attention.push((x,), (new,), chunk)[0][0],
+      state.choices, present.choices,
+  )
+  mixer, saved = (
+      pattern.over(config, lambda kind, pair, of=of: pair[of], pushed)
+      for of in (0, 1)
+  )
+  return dataclasses.replace(state, mixer=mixer, choices=choices), saved
+
+
+def undo(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
+  """What has no places of the state before the chunk that was pushed last."""
+  return pattern.over(
+      config,
+      lambda kind, stack, saved: ()
+      if config_lib.has_places(kind)
+      else kinds.mixer(kind).undo(stack, saved, chunk),
+      state.mixer, saved,
+  )
+
+
+def rest_of(config: config_lib.ModelConfig, mixer):
+  """The stacks of a state or its cotangent without a place for every position.
+
+  Those with places are left empty.
+  """
+  return pattern.over(
+      config,
+      lambda kind, stack: () if config_lib.has_places(kind) else stack, mixer,
+  )
+
+
+def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
+  """A state or its cotangent with another `rest_of`."""
+  return pattern.over(
+      config,
+      lambda kind, stack, other: stack
+      if config_lib.has_places(kind) else other,
+      mixer, rest,
+  )
+
+
+def with_rest(config: config_lib.ModelConfig, state: PrefixState, rest):
+  """The state with another `rest_of` its mixer state."""
+  return dataclasses.replace(
+      state, mixer=with_rest_of(config, state.mixer, rest)
+  )
+
+
+def over_places(config: config_lib.ModelConfig, function, mixer):
+  """A function of arrays [L, K, P, D] on all that have places."""
+  return pattern.over(
+      config,
+      lambda kind, stack: jax.tree.map(function, stack)
+      if config_lib.has_places(kind) else stack,
+      mixer,
   )
 
 
@@ -216,7 +260,7 @@ def extend(
 ) -> PrefixState:
   """The state with more of a prompt, which must find room; see `push`.
 
-  What layers keep of chunks is dropped: this need not be one.
+  This need not be a chunk, and is never popped.
   """
   mixer = pattern.over(
       config,
@@ -238,25 +282,31 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
   )
 
 
-def positions(config: config_lib.ModelConfig, accumulator, state) -> int:
-  """Positions of all devices that an accumulator has room for."""
+def places(config: config_lib.ModelConfig, accumulator) -> int:
+  """Positions that an accumulator has room for on this device, or 0."""
   for kind, stack in pattern.leaves(config, accumulator):
     if config_lib.has_places(kind):
-      return stack[0].shape[2] * state.devices
-  return state.capacity
+      return stack[0].shape[2]
+  return 0
 
 
 def complete(
     config: config_lib.ModelConfig, state: PrefixState, popped: Chunks
 ) -> bool:
   """Whether all that popping these chunks needs is there."""
-  if config.positional:
+  if config.positional or not popped.count:
     return True
-  # Arrays of all devices, and so the positions of all: both sides have n
-  # times as many as one device's share.
-  return state.capacity == popped.capacity and all(
-      kinds.mixer(kind).complete(stack, popped.count, popped.size)
-      for kind, stack in pattern.leaves(config, state.mixer)
+  if state.undo is None or state.capacity != popped.capacity:
+    return False
+  return all(
+      x.shape[0] == popped.count for x in jax.tree.leaves(state.undo)
+  )
+
+
+def kinds_of(devices: int) -> PrefixState:
+  """How a state is shared, for `Layout.over`: a kind for each of its fields."""
+  return PrefixState(
+      "mixer", "all", "all", "all", None, "stacked", "mixer", devices
   )
 
 

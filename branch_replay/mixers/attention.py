@@ -39,9 +39,8 @@ def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype):
   return zeros(config, count, sizes.here, dtype)
 
 
-def seen(stack, index, chunk):
+def seen(stack):
   """All of it: `prefix_length` says how far a segment sees."""
-  del index, chunk
   return stack
 
 
@@ -56,20 +55,20 @@ def fit(stack, here: int):
   return tuple(fit_one(x) for x in stack)
 
 
-def complete(stack, chunks: int, chunk: int) -> bool:
-  """It keeps every position, whatever the chunks are."""
-  del stack, chunks, chunk
-  return True
-
-
 def push(stack, present, chunk: sizes_lib.Chunk):
-  """The state with a chunk's keys and values."""
+  """The state with a chunk's keys and values, and nothing to undo."""
   return tuple(
       lax.dynamic_update_slice_in_dim(
           x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
       )
       for x, new in zip(stack, present, strict=True)
-  )
+  ), ()
+
+
+def undo(stack, saved, chunk: sizes_lib.Chunk):
+  """The same: positions past the state's length are not seen."""
+  del saved, chunk
+  return stack
 
 
 def extend(stack, present, chunk: sizes_lib.Chunk):

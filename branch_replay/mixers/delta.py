@@ -3,8 +3,8 @@
 """Gated delta layers; see `mixers.kinds`.
 
 A prefix of any length leaves behind one matrix a value head and the last inputs
-of the convolution. Each chunk's incoming ones are kept beside them, because
-popping a chunk runs it again from there. Heads are dealt to the devices in
+of the convolution. Pushing a chunk hands back those before it, because popping
+it runs it again from there. Heads are dealt to the devices in
 blocks, padded where their number does not divide: inputs travel to the device
 of their head, outputs to that of their token.
 """
@@ -35,85 +35,58 @@ class Left(NamedTuple):
   last: jax.Array
 
 
-class Recurrent(NamedTuple):
-  """The state of a stack.
-
-  Attributes:
-    now: after the prefix.
-    before: before each of its chunks, with their number in place of 1; no
-      chunks where none will be popped.
-  """
-
-  now: Left
-  before: Left
-
-
-def _left(config, count, slots, devices, matrix_dtype, last_dtype) -> Left:
+def _left(config, count, devices, matrix_dtype, last_dtype) -> Left:
   delta = config.delta
   heads = -(-delta.key_heads // devices)
   repeats = delta.value_heads // delta.key_heads
-  at = count, slots, heads
+  at = count, 1, heads
   return Left(
       jnp.zeros((*at, repeats, delta.key_dim, delta.value_dim), matrix_dtype),
       jnp.zeros((*at, delta.conv_width - 1, delta.channels), last_dtype),
   )
 
 
-def empty(config, count: int, sizes: sizes_lib.Sizes) -> Recurrent:
-  """The state of no positions, and slots for what precedes each chunk."""
+def empty(config, count: int, sizes: sizes_lib.Sizes) -> Left:
+  """The state of no positions."""
   dtype = config.compute_dtype
   wide = config_lib.at_least_float32(dtype)
-  return Recurrent(*(
-      _left(config, count, slots, sizes.devices, wide, dtype)
-      for slots in (1, sizes.chunks)
-  ))
+  return _left(config, count, sizes.devices, wide, dtype)
 
 
 def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype) -> Left:
   """Zeros like what a segment continues from; never less than float32."""
   del dtype
   wide = config_lib.at_least_float32(config.compute_dtype)
-  return _left(config, count, 1, sizes.devices, wide, wide)
+  return _left(config, count, sizes.devices, wide, wide)
 
 
-def seen(stack: Recurrent, index, chunk) -> Left:
-  """What precedes chunk `index`, or what tails continue from."""
-  del chunk
-  if index is None:
-    return stack.now
-  return jax.tree.map(
-      lambda x: lax.dynamic_slice_in_dim(x, index, 1, axis=1), stack.before
-  )
+def seen(stack: Left) -> Left:
+  """All of it: what segments continue from."""
+  return stack
 
 
-def fit(stack: Recurrent, here: int) -> Recurrent:
+def fit(stack: Left, here: int) -> Left:
   """It is of one size for any number of positions."""
   del here
   return stack
 
 
-def complete(stack: Recurrent, chunks: int, chunk: int) -> bool:
-  """Whether what precedes these chunks is there."""
+def push(stack: Left, present: Left, chunk: sizes_lib.Chunk):
+  """The state after a chunk, and the one before it."""
   del chunk
-  return stack.before.matrix.shape[1] == chunks
+  return present, stack
 
 
-def push(stack: Recurrent, present: Left, chunk: sizes_lib.Chunk):
-  """The state after a chunk, which remembers the one before."""
-  if not stack.before.matrix.shape[1]:
-    return Recurrent(present, stack.before)
-  return Recurrent(present, jax.tree.map(
-      lambda slots, x: lax.dynamic_update_slice_in_dim(
-          slots, x, chunk.index, axis=1
-      ),
-      stack.before, stack.now,
-  ))
+def undo(stack: Left, saved: Left, chunk: sizes_lib.Chunk) -> Left:
+  """The state before the chunk that was pushed last."""
+  del stack, chunk
+  return saved
 
 
-def extend(stack: Recurrent, present: Left, chunk: sizes_lib.Chunk):
-  """`push` that remembers nothing, as this is no chunk."""
-  del chunk
-  return Recurrent(present, jax.tree.map(lambda x: x[:, :0], stack.before))
+def extend(stack: Left, present: Left, chunk: sizes_lib.Chunk) -> Left:
+  """`push` of what is never undone."""
+  del stack, chunk
+  return present
 
 
 def skip(stack: Left, chunk: sizes_lib.Chunk) -> Left:
@@ -204,7 +177,7 @@ def backward(
   return d_mixed, d_params, accumulator
 
 
-def cache(config, count, branches, tokens, stack: Recurrent) -> Left:
+def cache(config, count, branches, tokens, stack: Left) -> Left:
   """A copy for every branch, [L, K, G, ...]."""
   del config, count, tokens
   return jax.tree.map(
@@ -212,7 +185,7 @@ def cache(config, count, branches, tokens, stack: Recurrent) -> Left:
           jnp.moveaxis(x, 1, 2),
           (x.shape[0], x.shape[2], branches, *x.shape[3:]),
       ),
-      stack.now,
+      stack,
   )
 
 

@@ -10,9 +10,10 @@ engine maps over the stacks of a model without knowing what is in them:
   empty, accumulator a state of no positions, and zeros for its cotangent;
   seen               the part of a state that a segment continues from;
   push, extend       append what a chunk, or more of a prompt, left behind;
+                     push also hands back what undoing it takes;
+  undo               the state before the chunk that was pushed last;
   skip               the cotangent where a chunk is not popped;
   fit                the state with room for another number of positions;
-  complete           whether all that popping needs is there;
   forward, backward  one layer of a segment, there and back;
   cache, decode      one layer of a block of new tokens of every branch;
   settle             the cache after those of the block that a branch took.

@@ -15,7 +15,7 @@ from branch_replay.models import latent_layers
 
 MIXED = 2  # queries and latents
 STAGE = "rotate"
-complete, skip, settle = full.complete, full.skip, full.settle
+undo, skip, settle = full.undo, full.skip, full.settle
 
 
 def _zeros(config, count: int, slots: int, dtype):
@@ -32,9 +32,8 @@ def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype):
   return tuple(_zeros(config, count, sizes.here, dtype) for _ in range(2))
 
 
-def seen(stack, index, chunk):
+def seen(stack):
   """All of it, as keys and as values."""
-  del index, chunk
   return stack, stack
 
 
@@ -44,8 +43,9 @@ def fit(stack, here: int):
 
 
 def push(stack, present, chunk: sizes_lib.Chunk):
-  """The state with a chunk's latents."""
-  return full.push((stack,), present[:1], chunk)[0]
+  """The state with a chunk's latents, and nothing to undo."""
+  (stack,), saved = full.push((stack,), present[:1], chunk)
+  return stack, saved
 
 
 def extend(stack, present, chunk: sizes_lib.Chunk):

@@ -14,26 +14,20 @@ class Sizes(NamedTuple):
     here: positions it has room for.
     room: positions it may be given room for later, at least `here`.
     devices: that share it.
-    chunks: how many will be popped; 0 for none.
-    chunk: positions of each.
   """
 
   here: int
   room: int
   devices: int = 1
-  chunks: int = 0
-  chunk: int = 0
 
 
 class Chunk(NamedTuple):
   """A stretch of the prefix that is appended to it or popped.
 
   Attributes:
-    index: i32, counted in chunks; None where the state keeps none.
     start: i32, its first position.
     tokens: i32, its real positions; the rest is padding.
   """
 
-  index: jax.Array | None
   start: jax.Array
   tokens: jax.Array

@@ -4,15 +4,13 @@
 
 A segment continues from the last W − 1 positions before it. They stand in W'
 slots, W − 1 rounded up to the devices, and so does the cotangent of a prefix of
-any length. Popping a chunk needs the window before it, so of every chunk its
-last W' positions are kept too, or all of them where it has no more.
+any length. Popping a chunk needs the window before it: pushing it hands back
+the positions that fall out, at most W' of them.
 
 Position p is on device p mod n here as anywhere: slot i of a device is the i-th
 of its own among the W' positions before the segment. Slots of positions before
 0 may hold anything and are never visible.
 """
-
-from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -36,32 +34,16 @@ def _rotate(config, params, mixed, positions_GT):
 _Pair = tuple[jax.Array, jax.Array]  # keys and values, [L, K, slots, D]
 
 
-class Windowed(NamedTuple):
-  """The state of a stack.
-
-  Attributes:
-    now: the window that tails continue from.
-    history: a window of nothing, then what is kept of each chunk; no slots
-      where no chunk will be popped.
-  """
-
-  now: _Pair
-  history: _Pair
-
-
 def _slots(config: config_lib.ModelConfig, sizes: sizes_lib.Sizes) -> int:
   """W' on this device, but no more than the positions there will be."""
   return min(-(-(config.window - 1) // sizes.devices), sizes.room)
 
 
-def empty(config, count: int, sizes: sizes_lib.Sizes) -> Windowed:
+def empty(config, count: int, sizes: sizes_lib.Sizes) -> _Pair:
   """The state of no positions."""
-  slots = _slots(config, sizes)
-  kept = slots + sizes.chunks * min(slots, sizes.chunk) if sizes.chunks else 0
-  return Windowed(*(
-      full.zeros(config, count, size, config.compute_dtype)
-      for size in (slots, kept)
-  ))
+  return full.zeros(
+      config, count, _slots(config, sizes), config.compute_dtype
+  )
 
 
 def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype) -> _Pair:
@@ -69,54 +51,47 @@ def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype) -> _Pair:
   return full.zeros(config, count, _slots(config, sizes), dtype)
 
 
-def seen(stack: Windowed, index, chunk: int) -> _Pair:
-  """The window before chunk `index`, or the one that tails continue from."""
-  if index is None:
-    return stack.now
-  slots = stack.now[0].shape[2]
-  start = index * min(slots, chunk)
-  return tuple(
-      lax.dynamic_slice_in_dim(x, start, slots, axis=2) for x in stack.history
-  )
+def seen(stack: _Pair) -> _Pair:
+  """All of it: the window that segments continue from."""
+  return stack
 
 
-def fit(stack: Windowed, here: int) -> Windowed:
+def fit(stack: _Pair, here: int) -> _Pair:
   """A window is of one size for any number of positions."""
   del here
   return stack
 
 
-def complete(stack: Windowed, chunks: int, chunk: int) -> bool:
-  """Whether the windows before these chunks are there."""
-  slots = stack.now[0].shape[2]
-  return stack.history[0].shape[2] == slots + chunks * min(slots, chunk)
-
-
-def push(stack: Windowed, present, chunk: sizes_lib.Chunk) -> Windowed:
-  """The state after a chunk, which may end in padding."""
+def push(stack: _Pair, present, chunk: sizes_lib.Chunk):
+  """The window after a chunk, and the positions that it pushed out."""
   present = tuple(x[:, :, 0] for x in present)
-  slots, size = stack.now[0].shape[2], present[0].shape[2]
-  now = tuple(
+  slots, size = stack[0].shape[2], present[0].shape[2]
+  after = tuple(
       lax.dynamic_slice_in_dim(
           jnp.concatenate([old, new], axis=2), chunk.tokens, slots, axis=2
       )
-      for old, new in zip(stack.now, present, strict=True)
+      for old, new in zip(stack, present, strict=True)
   )
-  if not stack.history[0].shape[2]:
-    return Windowed(now, stack.history)
-  keep = min(slots, size)
-  return Windowed(now, tuple(
-      lax.dynamic_update_slice_in_dim(
-          x, new[:, :, size - keep :], slots + chunk.index * keep, axis=2
-      )
-      for x, new in zip(stack.history, present, strict=True)
-  ))
+  return after, tuple(x[:, :, : min(slots, size)] for x in stack)
 
 
-def extend(stack: Windowed, present, chunk: sizes_lib.Chunk) -> Windowed:
-  """`push` without a history, of which these are no chunks."""
-  nothing = tuple(x[:, :, :0] for x in stack.history)
-  return push(Windowed(stack.now, nothing), present, chunk)
+def undo(stack: _Pair, saved: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
+  """The window before the chunk that was pushed last."""
+  def of(x, oldest):
+    slots, count = x.shape[2], oldest.shape[2]
+    padded = jnp.concatenate([oldest, jnp.zeros_like(x)], axis=2)
+    # What the chunk left in the window stands that much further back.
+    at = jnp.minimum(chunk.tokens, count)
+    padded = lax.dynamic_update_slice_in_dim(padded, x, at, axis=2)
+    padded = lax.dynamic_update_slice_in_dim(padded, oldest, 0, axis=2)
+    return padded[:, :, :slots]
+
+  return tuple(map(of, stack, saved))
+
+
+def extend(stack: _Pair, present, chunk: sizes_lib.Chunk) -> _Pair:
+  """`push` of what is never undone."""
+  return push(stack, present, chunk)[0]
 
 
 def skip(stack: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
@@ -196,11 +171,11 @@ def decode(
     config, params, mixed, layer, cache, stack, length, slots_GT
 ):
   """One layer of new tokens; see `mixers.attention.decode`."""
-  size = stack.now[0].shape[2]
+  size = stack[0].shape[2]
   positions_GT = length + slots_GT
   lowest_GT = jnp.maximum(positions_GT - config.window + 1, 0)
   return full.attend_cache(
-      config, params, mixed, layer, cache, stack.now, size, slots_GT,
+      config, params, mixed, layer, cache, stack, size, slots_GT,
       positions_GT, window=config.window, lowest_GT=lowest_GT - length + size,
       rotate=_rotate,
   )

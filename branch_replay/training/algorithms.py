@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is learnt from experience: objectives, and what they need to know.
 
-An algorithm names a readout and a loss for `prefix_replay.value_and_grad`, and
+An algorithm names a readout and a loss for `gradients.value_and_grad`, and
 makes from a batch of experience the groups that are run and the constants that
 the loss is given. Weights are settled for the whole batch, so the gradients of
 its groups add up to the gradient of the batch.

@@ -21,9 +21,9 @@ import optax
 
 from branch_replay import adapters
 from branch_replay import balance
-from branch_replay import prefix_replay
+from branch_replay import gradients
 from branch_replay import schedule as schedule_lib
-from branch_replay.chunk_sampling import Sampling
+from branch_replay.estimators import Sampling
 from branch_replay.models import decoder
 from branch_replay.rl import objectives
 from branch_replay.schedule import Schedule
@@ -59,11 +59,11 @@ class Learner:
     model: the decoder.
     algorithm: see `algorithms`.
     optimizer: of the trained parameters.
-    prefix_gradient: as in `prefix_replay.replay`.
+    prefix_gradient: as in `gradients.replay`.
     sampling: of "sampled".
     schedule: sizes, policies and layout.
     trainable: "all" or "adapters".
-    balance: of a mixture of experts, as in `prefix_replay.value_and_grad`; of
+    balance: of a mixture of experts, as in `gradients.value_and_grad`; of
       a batch the mean of its groups' terms.
     param_dtype: of trained parameters, as in `step.create`.
   """
@@ -92,7 +92,7 @@ class Learner:
 
   @functools.cached_property
   def _gradient(self):
-    return prefix_replay.value_and_grad(
+    return gradients.value_and_grad(
         self.model, self.algorithm.loss, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, sampling=self.sampling,
         schedule=self.schedule, trainable=self.trainable, balance=self.balance,
@@ -101,7 +101,7 @@ class Learner:
   @functools.cached_property
   def _linear(self):
     """The second of two passes, for losses that need a whole group at once."""
-    return prefix_replay.value_and_grad(
+    return gradients.value_and_grad(
         self.model, objectives.linear, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, schedule=self.schedule,
         trainable=self.trainable, balance=self.balance,
@@ -131,7 +131,7 @@ class Learner:
     of_balance = {"balance_share": share} if self.balance else {}
     if self.prefix_gradient == "full":
       if isinstance(self.algorithm, algorithms.Preference):
-        outputs = prefix_replay.replay(
+        outputs = gradients.replay(
             self.model, params, one.group, readout=self.algorithm.readout,
             prefix_gradient="full", schedule=self.schedule,
         )
@@ -194,7 +194,7 @@ class Learner:
       One `Known` an experience.
     """
     def outputs(params, one, state):
-      return prefix_replay.replay(
+      return gradients.replay(
           self.model, params, one.group, readout=self.algorithm.readout,
           prefix_gradient="stop", schedule=self.schedule, state=state,
           version=None if state is None else version,

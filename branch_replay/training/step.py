@@ -25,9 +25,9 @@ import optax
 from branch_replay import adapters
 from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay import gradients
 from branch_replay import params as params_lib
-from branch_replay import passes
-from branch_replay import prefix_replay
+from branch_replay import spec
 from branch_replay.layout import Layout
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
@@ -69,13 +69,13 @@ class Report(NamedTuple):
   """Of one step.
 
   Attributes:
-    evaluation: `passes.Evaluation`, before the update.
+    evaluation: `spec.Evaluation`, before the update.
     grad_norm: see `Applied`.
     skipped: see `Applied`.
     rounded_away: see `Applied`.
   """
 
-  evaluation: passes.Evaluation
+  evaluation: spec.Evaluation
   grad_norm: jax.Array
   skipped: jax.Array
   rounded_away: jax.Array
@@ -344,7 +344,7 @@ def make_step(
 
   Args:
     model: the decoder.
-    loss: as in `prefix_replay.value_and_grad`, a sum over branches.
+    loss: as in `gradients.value_and_grad`, a sum over branches.
     optimizer: of the trained parameters.
     trainable: "all" or "adapters".
     schedule: sizes, policies and layout.
@@ -356,7 +356,7 @@ def make_step(
     train_state: what was passed in is gone.
   """
   _check_optimizer(optimizer)
-  gradient = prefix_replay.value_and_grad(
+  gradient = gradients.value_and_grad(
       model, loss, schedule=schedule, trainable=trainable, **options
   )
 

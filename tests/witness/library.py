@@ -12,10 +12,8 @@ import branch_replay as br
 from branch_replay import adapters
 from branch_replay import config as config_lib
 from branch_replay import flops as flops_lib
-from branch_replay import host_loop
 from branch_replay import readout
 from branch_replay import sharding
-from branch_replay import tree as tree_lib
 from branch_replay.training import step as step_lib
 
 NESTED = dict(
@@ -99,13 +97,12 @@ def gradient_function(case, model, params):
   """(params, data, weights) -> (loss, log-probs, gradient) of a case."""
   options = options_of(case, params)
   layout = options["schedule"].layout
-  library = tree_lib if case.kind == "tree" else br
   more = {}
   if case.mode == "sampled":
     more["key"] = jax.random.key(case.number)
   if case.driver == "autodiff":
     def of_params(params, data, weights):
-      outputs = library.replay(model, params, data, **options, **more)
+      outputs = br.replay(model, params, data, **options, **more)
       return loss(outputs, weights), outputs
 
     def by_autodiff(params, data, weights):
@@ -117,11 +114,9 @@ def gradient_function(case, model, params):
     return by_autodiff
   options |= dict(trainable=case.trainable, balance=case.balance)
   if case.driver == "host":
-    function = host_loop.value_and_grad(
-        model, loss, progress=False, **options
-    )
+    function = br.value_and_grad(model, loss, hosted=br.Hosted(), **options)
   else:
-    function = library.value_and_grad(model, loss, **options)
+    function = br.value_and_grad(model, loss, **options)
 
   def one_pass(params, data, weights):
     if case.devices > 1:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from branch_replay import gradients
 from branch_replay import group as group_lib
 from branch_replay import prefix
-from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
@@ -90,7 +90,7 @@ def of_answers(
 # Not under `jit`, its scans would be compiled anew by every call.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _hidden(model, schedule, params, group, state, version):
-  return prefix_replay.replay(
+  return gradients.replay(
       model, params, group, state=state, version=version,
       readout=readout_lib.Hidden(), prefix_gradient="stop", schedule=schedule,
   )

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks the sampled prefix pass runs, and with what weight.
+"""Which runs of the prefix `sampled` pulls back, and with what weight.
 
 Popping chunk i pulls its accumulated cotangent cᵢ back. If it is popped with
 probability qᵢ and cᵢ is scaled by 1/qᵢ, the expectation is the exact gradient,
@@ -148,6 +148,13 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
   return at(scale)
 
 
+def nothing_drawn(accumulator, chunks: int) -> PrefixPass:
+  """The report of so many chunks before the first is drawn."""
+  dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(accumulator))
+  zeros_N = jnp.zeros(chunks, dtype)
+  return PrefixPass(zeros_N, jnp.zeros(chunks, bool), zeros_N)
+
+
 def pop_or_skip(
     config: config_lib.ModelConfig, drawn, pop, skip, carry, accumulator
 ):
@@ -188,70 +195,25 @@ def uniforms(key, chunks: int) -> jax.Array:
   return jax.vmap(jax.random.uniform)(keys(jnp.arange(chunks)))
 
 
-def run(
-    config: config_lib.ModelConfig, sampling: Sampling, accumulator, used,
-    uniform_N, pop, skip, carry, layout: Layout = Layout(),
-):
-  """Pops the chunks that are drawn, last to first.
+def drawn(
+    config: config_lib.ModelConfig, sampling: Sampling, accumulator, turn,
+    layout: Layout = Layout(),
+) -> PrefixPass:
+  """Draws whether a chunk is pulled back, alike on every device.
 
   Args:
     config: geometry.
     sampling: the estimator.
-    accumulator: cotangent of the state.
-    used: i32, chunks that hold the prefix.
-    uniform_N: numbers in [0, 1); chunk i runs if its number is below qᵢ.
-    pop: (index, scale, carry, accumulator) -> (carry, accumulator).
-    skip: (index, accumulator) -> accumulator, for a chunk that is not popped.
-    carry: handed through.
+    accumulator: cotangent of the state with the chunk.
+    turn: `steps.Turn`.
     layout: where the accumulator lives.
 
   Returns:
-    The carry, the accumulator, and the `PrefixPass`.
+    Scalars: the probability, whether it is drawn, and the size ‖cᵢ‖.
   """
-  chunks = uniform_N.shape[0]
-  index_N = jnp.arange(chunks)
-  places = [
-      jax.tree.leaves(stack)[0].shape[2]
-      for kind, stack in pattern.leaves(config, accumulator)
-      if config_lib.has_places(kind)
-  ]
-  starts_N = index_N * (places[0] // chunks if places else 1)
-
-  def visit(step, state):
-    carry, accumulator, size_N, budget, report = state
-    index = used - 1 - step
-    q_N = probabilities(sampling, size_N, index_N <= index, budget)
-    q = q_N[index]
-    drawn = uniform_N[index] < q
-
-    def after(accumulator):
-      return sizes(config, accumulator, starts_N, index - 1, layout)
-
-    def once(carry, accumulator):
-      carry, _ = carry
-      carry, accumulator = pop(index, weight(q, drawn), carry, accumulator)
-      return (carry, after(accumulator)), accumulator
-
-    report = PrefixPass(
-        report.probability.at[index].set(q),
-        report.drawn.at[index].set(drawn),
-        report.size.at[index].set(size_N[index]),
-    )
-    (carry, size_N), accumulator = pop_or_skip(
-        config, drawn, once, lambda total: skip(index, total),
-        (carry, size_N), accumulator,
-    )
-    if not config.positional:
-      size_N = after(accumulator)
-    return carry, accumulator, size_N, budget - q, report
-
-  size_N = sizes(config, accumulator, starts_N, used - 1, layout)
-  budget = jnp.minimum(
-      jnp.asarray(sampling.chunks, size_N.dtype), used.astype(size_N.dtype)
+  size_N = sizes(
+      config, accumulator, layout.here(turn.starts_N), turn.index, layout
   )
-  report = PrefixPass(
-      jnp.zeros_like(size_N), jnp.zeros(chunks, bool), jnp.zeros_like(size_N)
-  )
-  state = carry, accumulator, size_N, budget, report
-  carry, accumulator, _, _, report = lax.fori_loop(0, used, visit, state)
-  return carry, accumulator, report
+  q_N = probabilities(sampling, size_N, turn.waiting_N, turn.budget)
+  q = q_N[turn.index]
+  return PrefixPass(q, turn.uniform < q, size_N[turn.index])

@@ -1,6 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""In what order a tree is run: depth first, over one state.
+"""In what order runs are pushed, visited and popped: depth first, one state.
+
+The program of a group pushes the chunks of its prefix, visits its branches and
+pops the chunks. That of a tree does so at every inner segment.
 
 The last token of an inner segment predicts the first token of every child. So a
 segment runs on the token before its own first one, up to the last but one of
@@ -17,9 +20,13 @@ import enum
 import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import group as group_lib
+from branch_replay import runs
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
 from branch_replay import token_tree
 
@@ -41,62 +48,42 @@ class Kind(enum.Enum):
   CLOSE = "close"
 
 
-class Run(NamedTuple):
-  """Rows of C tokens that run side by side, at the same positions.
-
-  Attributes:
-    first: i32[], the position of the first token of every row.
-    tokens: i32[R, C] ids, padded.
-    targets: i32[R, C], the id that follows each.
-    lengths: i32[R], real tokens of each row.
-    index: i32[R, C], where the targets are among the tree's tokens;
-      `NOWHERE` for those whose output is not wanted.
-    sequences: i32[R], in how many of the tree's sequences a row stands.
-  """
-
-  first: np.ndarray
-  tokens: np.ndarray
-  targets: np.ndarray
-  lengths: np.ndarray
-  index: np.ndarray
-  sequences: np.ndarray
-
-  @property
-  def read(self) -> bool:
-    """Whether an output is wanted."""
-    return bool((self.index >= 0).any())
-
-
 class Step(NamedTuple):
-  """What is done to one run of tokens.
+  """What is done with one run.
 
   Attributes:
-    kind: which of the compiled steps.
-    run: the tokens.
+    kind: push, visit or pop.
+    run: the run, `runs.Run`; its `read` is None where no output is wanted.
+    places: i32, where the run's outputs belong: of a tree [R, T], places among
+      its tokens, `NOWHERE` for outputs that are not wanted; of a group [R],
+      its branches. None where no output is wanted.
   """
 
   kind: Kind
-  run: Run
+  run: runs.Run
+  places: np.ndarray | None
 
 
 class Program(NamedTuple):
-  """The steps of one tree.
+  """The steps of one tree or group.
 
   Attributes:
     steps: in order.
     capacity: positions of the state, those of the longest path that is pushed.
+    outputs: of how many tokens (a tree) or branches (a group) outputs are.
   """
 
   steps: list[Step]
   capacity: int
+  outputs: int
 
   @property
-  def started(self) -> list[Run]:
+  def started(self) -> list[runs.Run]:
     """The runs, each once."""
     return [step.run for step in self.steps if step.kind != Kind.CLOSE]
 
   @property
-  def inner(self) -> list[Run]:
+  def inner(self) -> list[runs.Run]:
     """The runs that are pushed, in order."""
     return [step.run for step in self.steps if step.kind == Kind.OPEN]
 
@@ -108,14 +95,53 @@ class Program(NamedTuple):
     return 1 << max(int(deepest) - 1, 0).bit_length()
 
   @property
+  def branches_off(self) -> bool:
+    """Whether a run is pushed where another one has been popped."""
+    kinds = [step.kind for step in self.steps]
+    closed = kinds.index(Kind.CLOSE) if Kind.CLOSE in kinds else len(kinds)
+    return Kind.OPEN in kinds[closed:]
+
+  @property
   def tokens(self) -> int:
     """Tokens that go through the model, without padding."""
-    return sum(int(run.lengths.sum()) for run in self.started)
+    return sum(int(np.sum(run.lengths_R)) for run in self.started)
 
   @property
   def padded_tokens(self) -> int:
     """Tokens that go through the model."""
-    return sum(run.tokens.size for run in self.started)
+    return sum(run.tokens_RS.size for run in self.started)
+
+
+def of_group(spec: spec_lib.Spec, group: group_lib.Group) -> Program:
+  """The steps of one group: its prefix, its branches, and back.
+
+  Args:
+    spec: mode and schedule.
+    group: the group, with values.
+  """
+  prefix = int(group.prompt_length) - 1
+  chunks = spec.chunks(0 if spec.whole else group.prompt.shape[0] - 1)
+  tokens = jnp.pad(
+      group.prompt[:-1], (0, max(0, chunks.capacity - group.prompt.size + 1))
+  )
+  used = int(runs.chunks_used(prefix, chunks)) if chunks.count else 0
+  pushed = [
+      runs.chunk(tokens, prefix, index, chunks.size, _answered(group))
+      for index in range(used)
+  ]
+  steps = [Step(Kind.OPEN, run, None) for run in pushed]
+  everything = runs.branches(spec, group)
+  branches = group.tails.shape[0]
+  for start in range(0, branches, spec.at_once(branches)):
+    rows = np.arange(start, min(start + spec.at_once(branches), branches))
+    part = jax.tree.map(lambda x, rows=rows: x[rows], everything.rows)
+    steps.append(Step(Kind.VISIT, everything.of_rows(part), rows))
+  steps += [Step(Kind.CLOSE, run, None) for run in reversed(pushed)]
+  return Program(steps, chunks.capacity, branches)
+
+
+def _answered(group) -> int:
+  return int(np.sum(np.asarray(group.tail_lengths) > 0))
 
 
 class _Stretch(NamedTuple):
@@ -127,7 +153,7 @@ class _Stretch(NamedTuple):
   index: np.ndarray
 
 
-def program(
+def of_tree(
     tree: token_tree.Tree,
     mode: str,
     *,
@@ -163,7 +189,8 @@ def program(
   if mode == "full":
     leaves = _whole_sequences(tree, whole)
     return Program(
-        [Step(Kind.VISIT, build([leaf], 1)) for leaf in leaves], 0
+        [Step(Kind.VISIT, *build([leaf], 1)) for leaf in leaves], 0,
+        tree.tokens.size,
     )
   least = 1 if mode == "stop" else max(least, 1)
   inner, leaves, anchors = _stretches(tree, devices, least, whole)
@@ -175,7 +202,7 @@ def program(
   while waiting:
     kind, segment = waiting.pop()
     if kind == Kind.CLOSE:
-      steps.append(Step(kind, segment))
+      steps.append(Step(kind, *segment))
       continue
     if segment != token_tree.NO_PARENT:
       stretch = inner[segment]
@@ -183,15 +210,15 @@ def program(
       size = stretch.stop - stretch.first if uncut else chunk_size
       for part in _chunks(stretch, size, devices):
         run = build([part], 1)
-        deepest = max(deepest, part.first + run.tokens.shape[1])
-        steps.append(Step(Kind.OPEN, run))
+        deepest = max(deepest, part.first + run[0].tokens_RS.shape[1])
+        steps.append(Step(Kind.OPEN, *run))
         waiting.append((Kind.CLOSE, run))
     mine = [leaf for leaf in leaves
             if anchors[tree.parents[leaf.segment]] == segment]
     for rows in _together(mine, at_once):
-      steps.append(Step(Kind.VISIT, build(rows, _rows(len(rows), at_once))))
+      steps.append(Step(Kind.VISIT, *build(rows, _rows(len(rows), at_once))))
     waiting += [(Kind.OPEN, child) for child in reversed(below[segment])]
-  return Program(steps, _padded(deepest, devices))
+  return Program(steps, _padded(deepest, devices), tree.tokens.size)
 
 
 def _padded(length: int, devices: int) -> int:
@@ -317,13 +344,13 @@ def _rows(count: int, at_once: int | None) -> int:
 
 def _run(
     tree, devices, sequences, stretches: list[_Stretch], rows: int
-) -> Run:
-  """Stretches of the same first position as the rows of a run."""
+) -> tuple[runs.Run, np.ndarray | None]:
+  """Stretches of the same first position as the rows of a run; its places."""
   lengths = [stretch.stop - stretch.first for stretch in stretches]
   width = _padded(max(lengths), devices)
   tokens, targets = np.zeros((2, rows, width), np.int32)
   through = [sequences[stretch.segment] for stretch in stretches]
-  index = np.full((rows, width), token_tree.NOWHERE, np.int32)
+  places = np.full((rows, width), token_tree.NOWHERE, np.int32)
   for row, (stretch, length) in enumerate(
       zip(stretches, lengths, strict=True)
   ):
@@ -331,10 +358,12 @@ def _run(
         tree.places(stretch.segment, stretch.first, stretch.stop + 1)
     ]
     tokens[row, :length], targets[row, :length] = path[:-1], path[1:]
-    index[row, :length] = stretch.index
+    places[row, :length] = stretch.index
   padding = [0] * (rows - len(lengths))
-  return Run(
-      np.int32(stretches[0].first), tokens, targets,
-      np.array(lengths + padding, np.int32), index,
+  lengths = np.array(lengths + padding, np.int32)
+  wanted = (places >= 0).any()
+  return runs.Run(
+      np.int32(stretches[0].first), tokens, lengths,
       np.array(through + padding, np.int32),
-  )
+      runs.Read(targets, lengths, np.int32(0)) if wanted else None,
+  ), places if wanted else None

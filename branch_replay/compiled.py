@@ -1,0 +1,395 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled driver: a group's steps as loops under jit.
+
+A group is run in three loops: its prefix is pushed chunk by chunk, its branches
+are visited a few at a time, and the chunks are popped last to first. One
+program serves all groups of a bucket: another prefix length, other tokens and
+other parameters do not compile again. What a caller may get wrong is checked
+outside, in `gradients` and `capture`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import balance
+from branch_replay import estimators
+from branch_replay import runs
+from branch_replay import spec as spec_lib
+from branch_replay import state as state_lib
+from branch_replay import steps
+from branch_replay.spec import Spec
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def capture(spec: Spec, params, group, version, capacity=0):
+  """The prefix state of one group, without checks."""
+  here = functools.partial(_capture, spec, capacity)
+  return spec.layout.over(here, ("params", "all", "all"), spec.state)(
+      params, group, version
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def extend(spec: Spec, params, state, tokens, length):
+  """Appends padded tokens; what lies past `length` is dropped."""
+  real = (length - state.length)[None]
+  run = runs.Run(state.length, tokens[None], real, jnp.ones(1, jnp.int32))
+  state = steps.extend(spec, params, state, run)
+  at = run.first + jnp.arange(tokens.size)
+  at = jnp.where(at < length, at, state.capacity)
+  return dataclasses.replace(
+      state, length=length, undo=None, kept=None,
+      tokens=state.tokens.at[at].set(tokens, mode="drop"),
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def forward(spec: Spec, keep, params, group, state):
+  """Outputs, the state, and what is kept for `backward`."""
+  # What is kept does not leave the devices; several run their tails again.
+  keep = keep and spec.layout.devices == 1
+  outs = "all", "all" if spec.whole else spec.state, "all"
+  here = functools.partial(_forward, spec, keep)
+  return spec.layout.over(here, ("params", "all", spec.state), outs)(
+      params, group, state
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def backward(spec: Spec, params, group, state, key, kept, d_outputs):
+  """The gradient, in the dtypes of the parameters."""
+  ins = "params", "all", spec.state, "all", "all", "all"
+  here = functools.partial(_backward, spec)
+  return spec.layout.over(here, ins, "grads", params)(
+      params, group, state, key, kept, d_outputs
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def value_and_grad(
+    spec: Spec, loss, params, group, args, state, key, share=1.0
+):
+  """`Evaluation` and gradient, of one group or of stacked ones."""
+  here = functools.partial(_value_and_grad, spec, loss)
+  ins = "params", "all", "all", spec.state, "all", "all"
+  outs = "all", "grads"
+  return spec.layout.over(here, ins, outs, spec.trained(params))(
+      params, group, args, state, key, share
+  )
+
+
+# Functions with an underscore run on every device, on its share.
+
+
+def _capture(spec, capacity, params, group, version):
+  positions = group.prompt.shape[0] - 1
+  chunks = spec.chunks(positions)
+  devices = spec.layout.devices
+  capacity = -(-capacity // devices) * devices
+  state = dataclasses.replace(
+      state_lib.empty(
+          spec.config, chunks.capacity, version, devices, room=capacity
+      ),
+      tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
+      length=group.prompt_length - 1,
+  )
+  keep = "stages" if spec.schedule.activations == "keep" else None
+  # A state that is to be extended is not for popping.
+  undoes = spec.accumulates and capacity <= chunks.capacity
+
+  def push(index, state):
+    state, undo, (_, kept) = steps.push(
+        spec, params, state,
+        runs.chunk(state.tokens, state.length, index, chunks.size), keep=keep,
+    )
+    return state, (undo if undoes else None, kept)
+
+  if not chunks.count:
+    return state_lib.resize(spec.config, state, capacity)
+  if chunks.count == 1:  # what is kept is then the buffer, without a copy
+    state, left = push(0, state)
+    buffers = jax.tree.map(lambda x: x[None], left)
+  else:
+    shapes = jax.eval_shape(lambda: push(0, state)[1])
+    buffers = jax.tree.map(
+        lambda x: jnp.zeros((chunks.count, *x.shape), x.dtype), shapes
+    )
+
+    def push_into(index, carry):
+      state, buffers = carry
+      state, left = push(index, state)
+      return state, jax.tree.map(
+          lambda buffer, x: lax.dynamic_update_index_in_dim(
+              buffer, x, index, 0
+          ),
+          buffers, left,
+      )
+
+    state, buffers = lax.fori_loop(
+        0, runs.chunks_used(state.length, chunks), push_into, (state, buffers)
+    )
+  undo, kept = buffers
+  state = dataclasses.replace(state, undo=undo, kept=kept)
+  return state_lib.resize(
+      spec.config, state, max(chunks.capacity, capacity)
+  )
+
+
+def _own_state(spec: Spec, keep: bool, params, group):
+  """A state that does not outlive its gradient, and needs no version."""
+  keep = keep and spec.accumulates
+  capturing = spec.with_policy("keep" if keep else "recompute")
+  return _capture(capturing, 0, params, group, jnp.uint32(0))
+
+
+def _forward(spec, keep, params, group, state):
+  if state is None and not spec.whole:
+    state = _own_state(spec, keep, params, group)
+  outer = spec.outer(params)
+  policy = steps.keeps(spec.schedule.activations) if keep else None
+
+  def look(_, run):
+    outputs, kept = steps.look(
+        spec, params, outer, _beneath(spec, state), run, keep=policy
+    )
+    return None, (outputs, kept if keep else None)
+
+  _, (whole, rest) = _over_branches(spec, look, None, group)
+  rest = (None, None) if rest is None else rest
+  return _join(whole[0], rest[0]), state, (whole[1], rest[1])
+
+
+def _backward(spec, params, group, state, key, kept, d_outputs):
+  grads, *_ = _gradient(
+      spec, params, spec_lib.zero_grads(params), group, state, key,
+      spec_lib.cotangent_of(None), (d_outputs,), kept,
+  )
+  return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+
+def _value_and_grad(spec, loss, params, group, args, state, key, share):
+  cotangent = spec_lib.cotangent_of(loss)
+  if spec.balance:
+    share = share / balance.groups(group.tail_lengths)
+
+  def one(grads, inputs, state=None):
+    group, args, key = inputs
+    if state is None and not spec.whole:
+      keep = spec.schedule.activations == "keep"
+      state = _own_state(spec, keep, params, group)
+    grads, outputs, (whole, rest), reports = _gradient(
+        spec, params, grads, group, state, key, cotangent, args, share=share
+    )
+    value = jnp.sum(whole) + (0 if rest is None else rest)
+    return grads, spec_lib.evaluation(value, outputs, *reports)
+
+  grads = spec_lib.zero_grads(spec.trained(params))
+  if group.prompt.ndim == 1:
+    grads, found = one(grads, (group, args, key), state)
+  else:
+    if key is not None:  # a key for every group, by its place
+      key = jax.vmap(lambda i: jax.random.fold_in(key, i))(
+          jnp.arange(group.prompt.shape[0])
+      )
+    grads, found = lax.scan(one, grads, (group, args, key))
+    found = found._replace(loss=jnp.sum(found.loss))
+  return found, grads
+
+
+def _gradient(
+    spec, params, grads, group, state, key, cotangent, args=(),
+    kept=(None, None), share=1.0,
+):
+  """Adds the gradient of one group; the order of all modes but capture.
+
+  Returns:
+    grads, outputs, "anything" of the cotangent, and the last two arguments of
+    `spec.evaluation`.
+  """
+  total = report = load = seeds = None
+  if state is not None:
+    # Work follows the prompt, not the room that a state has to spare.
+    chunks = spec.chunks(group.prompt.shape[0] - 1)
+    if state.capacity > chunks.capacity:
+      state = state_lib.resize(spec.config, state, chunks.capacity)
+  beneath, outer = _beneath(spec, state), spec.outer(params)
+  if spec.accumulates:
+    total = state_lib.accumulator(
+        spec.config, chunks.capacity // spec.layout.devices,
+        spec.schedule.accumulator_dtype, spec.layout.devices,
+    )
+  if spec.balance:
+    counts = _count(spec, params, state, group)
+    load = balance.load(spec.config, counts)
+    seeds = balance.seeds(spec.config, share * spec.balance, counts)
+
+  def visit(carry, run, args, kept):
+    *carry, outputs, extra = steps.visit(
+        spec, params, outer, *carry, beneath, run,
+        steps.Pull(cotangent, args), kept=kept, seeds=seeds,
+    )
+    return tuple(carry), (outputs, extra)
+
+  (grads, total), (whole, rest) = _over_branches(
+      spec, visit, (grads, total), group, args, kept
+  )
+  if spec.accumulates and chunks.count:
+    grads, report = _pop_all(
+        spec, params, grads, total, state, chunks, key, seeds,
+        balance.answered(group.tail_lengths),
+    )
+  outputs = _join(whole[0], None if rest is None else rest[0])
+  extra = whole[1], None if rest is None else rest[1]
+  return grads, outputs, extra, (report, load)
+
+
+def _pop_all(
+    spec, params, grads, total, state, chunks, key, seeds, sequences
+):
+  """Pops the chunks of a prefix, last to first.
+
+  Returns:
+    grads, and in "sampled" the `PrefixPass`.
+  """
+  config, used = spec.config, runs.chunks_used(state.length, chunks)
+  sampled = spec.prefix_gradient == "sampled"
+  room = chunks.capacity - state.capacity
+  tokens = jnp.pad(state.tokens, (0, max(0, room)))
+  rest = state_lib.rest_of(config, state.mixer)
+  buffers = state.undo, state.kept
+
+  def pop(index, carry, turn=None):
+    grads, total, rest = carry
+    undo, kept = jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
+        buffers,
+    )
+    run = runs.chunk(tokens, state.length, index, chunks.size, sequences)
+    grads, total, rest, *_, report = steps.pop(
+        spec, params, grads, total, state_lib.with_rest(config, state, rest),
+        run, undo, kept=None if kept is None else (None, kept), turn=turn,
+        seeds=seeds,
+    )
+    return (grads, total, rest), report
+
+  carry = grads, total, rest
+  if sampled:
+    carry, report = _pop_drawn(spec, key, chunks, used, pop, carry)
+    return carry[0], report
+  if chunks.count == 1:  # without a loop what was kept is not copied
+    return pop(0, carry)[0][0], None
+  carry = lax.fori_loop(
+      0, used, lambda step, carry: pop(used - 1 - step, carry)[0], carry
+  )
+  return carry[0], None
+
+
+def _pop_drawn(spec, key, chunks, used, pop, carry):
+  """The loop of "sampled": each chunk takes its turn."""
+  index_N = jnp.arange(chunks.count)
+  uniform_N = estimators.uniforms(key, chunks.count)
+
+  def visit(step, carry):
+    *carry, budget, report = carry
+    index = used - 1 - step
+    turn = steps.Turn(
+        index_N * chunks.size, index_N <= index, index, budget,
+        uniform_N[index],
+    )
+    carry, of_chunk = pop(index, tuple(carry), turn)
+    report = jax.tree.map(
+        lambda x_N, x: x_N.at[index].set(x), report, of_chunk
+    )
+    return *carry, budget - of_chunk.probability, report
+
+  report = estimators.nothing_drawn(carry[1], chunks.count)
+  budget = jnp.minimum(spec.sampling.chunks, used).astype(report.size.dtype)
+  *carry, _, report = lax.fori_loop(0, used, visit, (*carry, budget, report))
+  return carry, report
+
+
+def _count(spec, params, state, group):
+  """How often each expert was chosen in a group's sequences, by stack.
+
+  Runs all branches; the prefix, whose experts the state knows, counts once a
+  branch whose tail is not empty.
+  """
+  beneath = _beneath(spec, state)
+
+  def count(counts, run):
+    return steps.count(spec, params, counts, beneath, run), None
+
+  counts, _ = _over_branches(
+      spec, count, balance.zeros(spec.config), group
+  )
+  if not spec.whole:
+    layout = spec.layout
+    real_P = layout.positions(0, state.capacity) < state.length
+    counts = balance.add(
+        counts, state.choices,
+        balance.answered(group.tail_lengths) * real_P[None],
+    )
+  return spec.layout.sum(counts)
+
+
+def _beneath(spec, state):
+  """What branches are visited on: in "full" a state of no positions."""
+  if spec.whole:
+    return state_lib.empty(spec.config, 0, devices=spec.layout.devices)
+  return state
+
+
+def _over_branches(spec, step, carry, group, args=None, kept=(None, None)):
+  """Calls a step on the branches of a group, a few at a time.
+
+  Args:
+    spec: how many at a time.
+    step: (carry, run) -> (carry, results); with args, (carry, run, args, kept).
+    carry: handed from one to the next.
+    group: the group.
+    args: tuple of pytrees with leading axis G.
+    kept: what the whole visits and the last, smaller one have kept.
+
+  Returns:
+    The carry, and results of the whole visits (with a leading axis) and of the
+    smaller one.
+  """
+  run = runs.branches(spec, group)
+  at_once = spec.at_once(group.tails.shape[0])
+  whole, rest = _split((run.rows, args), at_once)
+
+  def one(carry, inputs):
+    (rows, args), kept = inputs
+    if args is None:
+      return step(carry, run.of_rows(rows))
+    return step(carry, run.of_rows(rows), args, kept)
+
+  carry, results = lax.scan(one, carry, (whole, kept[0]))
+  if rest is None:
+    return carry, (results, None)
+  carry, last = one(carry, (rest, kept[1]))
+  return carry, (results, last)
+
+
+def _split(tree, at_once: int):
+  """(whole, rest): G rows as visits of `at_once`, and one of what is left."""
+  leaves = jax.tree.leaves(tree)
+  whole, left = divmod(leaves[0].shape[0], at_once)
+  cut = whole * at_once
+  visits = jax.tree.map(
+      lambda x: x[:cut].reshape(whole, at_once, *x.shape[1:]), tree
+  )
+  return visits, jax.tree.map(lambda x: x[cut:], tree) if left else None
+
+
+def _join(whole, rest):
+  """Undoes `_split` on results with leading axes [visits, at_once]."""
+  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole)
+  if rest is None:
+    return flat
+  return jax.tree.map(lambda *x: jnp.concatenate(x), flat, rest)

@@ -1,0 +1,205 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a gradient is asked for, and what is returned beside it.
+
+`Spec` is the static half of a computation: one compiles for a spec and for
+shapes. `Evaluation` is what `value_and_grad` returns beside the gradient.
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from branch_replay import adapters
+from branch_replay import balance as balance_lib
+from branch_replay import checks
+from branch_replay import config as config_lib
+from branch_replay import estimators
+from branch_replay import layout as layout_lib
+from branch_replay import params as params_lib
+from branch_replay import readout as readout_lib
+from branch_replay import schedule as schedule_lib
+from branch_replay import segment
+from branch_replay import state as state_lib
+from branch_replay.models import decoder
+from branch_replay.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """The static half of a computation: what a compilation depends on.
+
+  Attributes:
+    model: the decoder.
+    readout: what is read of the hidden states, see `branch_replay.readout`.
+    prefix_gradient: "exact", "sampled", "stop" or "full".
+    schedule: sizes and policies, which do not change the result.
+    sampling: which chunks are pulled back in "sampled".
+    trainable: "all" or "adapters".
+    balance: coefficient of the load-balance term of a mixture of experts.
+  """
+
+  model: decoder.Decoder
+  readout: Any = readout_lib.LogProbs()
+  prefix_gradient: str = "exact"
+  schedule: Schedule = Schedule()
+  sampling: estimators.Sampling = estimators.Sampling()
+  trainable: str = "all"
+  balance: float = 0.0
+
+  def __post_init__(self):
+    params_lib.check_model(self.model)
+    checks.function(
+        self.readout, "readout", "branch_replay.readout has some."
+    )
+    schedule_lib.check(self.schedule)
+    schedule_lib.check_mode(self.prefix_gradient)
+    checks.instance(self.sampling, "sampling", estimators.Sampling)
+    if self.prefix_gradient == "sampled" and self.config.recurrent:
+      raise ValueError(
+          "prefix_gradient='sampled' through recurrent layers would multiply "
+          "the weights of chunks: use 'exact'."
+      )
+    adapters.check_trainable(self.trainable, self.config)
+    balance_lib.check(self.balance, self.config)
+
+  @property
+  def config(self) -> config_lib.ModelConfig:
+    return self.model.config
+
+  @property
+  def whole(self) -> bool:
+    """Whether every sequence is run whole, on a state of no positions."""
+    return self.prefix_gradient == "full"
+
+  @property
+  def accumulates(self) -> bool:
+    """Whether the cotangent of the prefix state is added up."""
+    return self.prefix_gradient in ("exact", "sampled")
+
+  @property
+  def layout(self) -> layout_lib.Layout:
+    schedule = self.schedule
+    return dataclasses.replace(
+        schedule.layout, implementation=schedule.attention
+    )
+
+  def trained(self, params):
+    """The part of the parameters whose gradient is wanted."""
+    return adapters.select(params, self.trainable)
+
+  def outer(self, params):
+    """Parameters outside the layers: whole, but for the vocabulary tables."""
+    return self.layout.gather("", segment.outer(params))
+
+  @property
+  def state(self) -> state_lib.PrefixState:
+    """How the devices share a prefix state, for `Layout.over`."""
+    return state_lib.kinds_of(self.layout.devices)
+
+  def chunks(self, positions: int) -> state_lib.Chunks:
+    """How a prefix of so many positions is cut."""
+    return state_lib.chunks(
+        positions, self.schedule.chunk_size, self.layout.devices
+    )
+
+  def at_once(self, branches: int) -> int:
+    """How many of so many branches are run side by side."""
+    if self.whole:
+      return 1
+    return min(self.schedule.branches_at_once or branches, branches)
+
+  def settled(self, prefix: int, row_tokens: int, held_tokens: int) -> "Spec":
+    """The spec with its activation policy chosen, see `Schedule.policy`."""
+    policy = self.schedule.policy(
+        self.config, prefix, row_tokens, held_tokens
+    )
+    return self.with_policy(policy)
+
+  def with_policy(self, policy: str) -> "Spec":
+    """The spec with another activation policy."""
+    schedule = dataclasses.replace(self.schedule, activations=policy)
+    return dataclasses.replace(self, schedule=schedule)
+
+
+class Evaluation(NamedTuple):
+  """What `value_and_grad` returns beside the gradient.
+
+  Attributes:
+    loss: the sum over branches or tokens, and over stacked groups.
+    outputs: the readout's pytree: of a group [G, T, ...], of stacked groups
+      [groups, G, T, ...], of a tree [N, ...].
+    prefix_pass: in `sampled` an `estimators.PrefixPass`: which chunks ran and
+      with what probability; None in the other modes and without a prefix.
+  """
+
+  loss: jax.Array
+  outputs: Any
+  prefix_pass: Any
+
+
+class Balanced(NamedTuple):
+  """`Evaluation` of a gradient that has a load-balance term; the loss has not.
+
+  Attributes:
+    loss, outputs, prefix_pass: as there.
+    load: the share of the choices that fell on every expert, [L, E] of the
+      layers that have them; of stacked groups with an axis of groups before.
+  """
+
+  loss: jax.Array
+  outputs: Any
+  prefix_pass: Any
+  load: jax.Array
+
+
+def evaluation(loss, outputs, prefix_pass, load) -> Evaluation | Balanced:
+  """`Balanced` where there is a load, else `Evaluation`."""
+  if load is None:
+    return Evaluation(loss, outputs, prefix_pass)
+  return Balanced(loss, outputs, prefix_pass, load)
+
+
+def cotangent_of(loss):
+  """Turns a loss into a function that steps call on what they have read.
+
+  Args:
+    loss: (outputs, *args) -> scalar; None if the only one of args is the
+      cotangent of the outputs.
+
+  Returns:
+    (outputs, *args) -> (cotangent of the outputs, loss). It raises TypeError
+    or ValueError where the loss does not return one float.
+  """
+  if loss is None:
+    return lambda outputs, d_outputs: (d_outputs, jnp.zeros(()))
+
+  def cotangent(outputs, *args):
+    value, pull = jax.vjp(lambda outputs: loss(outputs, *args), outputs)
+    if not isinstance(value, jax.Array) or not jnp.issubdtype(
+        value.dtype, jnp.floating
+    ):
+      raise TypeError(
+          "The loss must return one float, the sum over the branches it is "
+          f"given, not {value!r}."
+      )
+    if value.shape:
+      raise ValueError(
+          f"The loss has shape {value.shape}: it must be a scalar, the sum "
+          "over the branches it is given."
+      )
+    (d_outputs,) = pull(jnp.ones_like(value))
+    return d_outputs, value
+
+  return cotangent
+
+
+def zero_grads(params):
+  """Zeros like the parameters, at least float32."""
+  return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, config_lib.at_least_float32(x.dtype)),
+      params,
+  )

@@ -1,0 +1,387 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: what is done to one run of tokens on top of a prefix state.
+
+A group is a tree of depth one, and all work is done in runs: rows of tokens
+that stand side by side at the same positions.
+
+  push   runs a run without autodiff and appends what it leaves behind to the
+         state;
+  visit  runs a run there and back on top of the state, and adds the cotangent
+         of the state to one accumulator, whatever the number of branches is;
+  pop    takes the run that was pushed last off the state and pulls the
+         accumulated cotangent of what it left behind back through it.
+
+With s the state as a function of θ and ℓᵢ the loss of branch i,
+
+  dℓ/dθ = Σᵢ ∂ℓᵢ/∂θ + (∂s/∂θ)ᵀ c,   c = Σᵢ ∂ℓᵢ/∂s:
+
+`stop` is the first sum, `exact` adds the second, `sampled` estimates it from
+some runs, `full` visits every sequence whole. The derivation is in
+docs/mathematics.md. In which order steps come is up to two drivers: `compiled`
+(loops under jit, of groups) and `hosted` (a loop in Python, of anything).
+
+All functions here run on every device, on its share (`layout.over`).
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from branch_replay import adapters
+from branch_replay import balance as balance_lib
+from branch_replay import estimators
+from branch_replay import readout as readout_lib
+from branch_replay import runs
+from branch_replay import segment
+from branch_replay import state as state_lib
+from branch_replay.mixers import sizes
+from branch_replay.ops import tiling
+from branch_replay.runs import Run
+from branch_replay.spec import Spec
+
+
+class Turn(NamedTuple):
+  """A pop whose own loss is nothing, so that `sampled` may leave it out.
+
+  Attributes:
+    starts_N: i32, the first position of every run on the state, ascending;
+      what is not in use of the N lies past all positions.
+    waiting_N: bool, which of them are still to be drawn.
+    index: i32 scalar, which is this one.
+    budget: how many of those that wait shall be pulled back, in expectation.
+    uniform: a number in [0, 1).
+  """
+
+  starts_N: jax.Array
+  waiting_N: jax.Array
+  index: jax.Array
+  budget: jax.Array
+  uniform: jax.Array
+
+
+class Pull(NamedTuple):
+  """How what was read of a run becomes a cotangent.
+
+  Attributes:
+    cotangent: (outputs, *args) -> (cotangent of the outputs, anything).
+    args: pytrees of arrays with a leading axis of the run's rows.
+  """
+
+  cotangent: object
+  args: tuple = ()
+
+
+def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
+  """Appends one run, of one row, to the state.
+
+  Args:
+    spec: model and schedule.
+    params: parameters.
+    state: `PrefixState` of what the run continues from.
+    run: the run.
+    keep: what to keep for `pop`, see `segment.forward`.
+
+  Returns:
+    The state; what `pop` needs to undo this; and (output of the last layer,
+    what was kept of the layers).
+  """
+  context = _context(spec, state, run, masked=spec.config.recurrent)
+  y_RSM, present, stages = _forward(
+      spec, params, run, context, keep=keep, present=True
+  )
+  state, undo = state_lib.push(
+      spec.config, state, present, _chunk(spec, run)
+  )
+  return state, undo, (y_RSM, stages)
+
+
+def extend(spec: Spec, params, state, run: Run):
+  """`push` of a run that is no chunk of a prefix and is never popped.
+
+  What lies past the run's length is dropped, as there may be no room for it.
+  """
+  context = _context(spec, state, run, masked=spec.config.recurrent)
+  _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
+  return state_lib.extend(spec.config, state, present, _chunk(spec, run))
+
+
+def look(spec: Spec, params, outer, state, run: Run, *, keep: str | None):
+  """Reads a run on top of a state, without a backward pass.
+
+  Args:
+    spec, params, state, run: as in `push`, of any rows.
+    outer: `spec.outer(params)`.
+    keep: what to keep for a `visit`, see `segment.forward`.
+
+  Returns:
+    The outputs [R, T, ...], and what was kept.
+  """
+  y_RSM, _, stages = _forward(
+      spec, params, run, _context(spec, state, run), keep=keep
+  )
+  outputs, _ = read(spec, outer, y_RSM, run, outer)
+  return outputs, (y_RSM, stages)
+
+
+def visit(
+    spec: Spec, params, outer, grads, total, state, run: Run, pull: Pull, *,
+    kept=None, seeds=None,
+):
+  """Runs a run there and back on top of a state.
+
+  Args:
+    spec, params, outer, state, run: as in `look`.
+    grads: like `spec.trained(params)`, at least float32; added to.
+    total: the accumulated cotangent of the state, added to; None in "stop" and
+      "full".
+    pull: what happens to the outputs.
+    kept: what `look` or `push` kept of this run; None runs it here.
+    seeds: of the load-balance term, or None.
+
+  Returns:
+    grads, total, the outputs [R, T, ...], and "anything".
+  """
+  context = _context(spec, state, run, seeds=seeds)
+  return _there_and_back(
+      spec, params, outer, grads, total, run, context, pull, kept
+  )
+
+
+def pop(
+    spec: Spec, params, grads, total, state, run: Run, undo, *, kept=None,
+    pull: Pull | None = None, turn: Turn | None = None, seeds=None,
+):
+  """Takes the run that was pushed last off the state and pulls it back.
+
+  Runs must be popped last to first: popping one adds to the cotangents of what
+  was pushed before it.
+
+  Args:
+    spec, params, grads, run: as in `visit`.
+    total: cotangent of the state with the run; added to.
+    state: the state with the run.
+    undo: what `push` returned for it.
+    kept: what `push` kept; None runs it again, with the same experts.
+    pull: of a run with outputs of its own, which are pulled back with it.
+    turn: in "sampled", of a run that may be left out.
+    seeds: of the load-balance term, or None.
+
+  Returns:
+    grads; total, of which the part without places is now that of the state
+    before the run; that part of the state before the run (`state.rest`); the
+    outputs; "anything"; and with a turn an `estimators.PrefixPass` of scalars.
+  """
+  config, chunk, report, scale = spec.config, _chunk(spec, run), None, 1.0
+  rest = state_lib.undo(config, state, undo, chunk)
+  state = state_lib.with_rest(config, state, rest)
+  if turn is not None:
+    report = estimators.drawn(
+        config, spec.sampling, total, turn, spec.layout
+    )
+    scale = estimators.weight(report.probability, report.drawn)
+  context = _context(
+      spec, state, run, seeds=seeds, scale=scale,
+      masked=config.recurrent or run.read is not None,
+  )
+  if kept is None:
+    size = run.tokens_RS.shape[1] // spec.layout.devices
+    context = context._replace(choices=state_lib.chosen(
+        state, chunk.start, size, state_lib.places(config, total)
+    ))
+
+  def pull_back(grads, total):
+    outer = None if pull is None else spec.outer(params)
+    return _there_and_back(
+        spec, params, outer, grads, total, run, context, pull, kept,
+        segment.Popped(chunk, scale),
+    )
+
+  if turn is None:
+    grads, total, outputs, extra = pull_back(grads, total)
+  else:
+    outputs = extra = None
+    grads, total = estimators.pop_or_skip(
+        config, report.drawn, lambda *carry: pull_back(*carry)[:2],
+        lambda total: state_lib.skip(config, total, chunk), grads, total,
+    )
+  return grads, total, rest, outputs, extra, report
+
+
+def undo(spec: Spec, state, run: Run, undo):
+  """What has no places of the state before the run that was pushed last."""
+  return state_lib.undo(spec.config, state, undo, _chunk(spec, run))
+
+
+def count(spec: Spec, params, counts, state, run: Run):
+  """Counts how often each expert is chosen in a run on top of a state.
+
+  Args:
+    spec, params, state, run: as in `look`.
+    counts: [L, E] by stack, of this device's tokens; added to. A row counts as
+      often as sequences contain it.
+  """
+  context = _context(spec, state, run)
+  _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
+  return balance_lib.add(counts, present.choices, _sequences(run, context))
+
+
+def count_pushed(spec: Spec, counts, state, run: Run):
+  """`count` of the run that was pushed last, whose experts the state knows."""
+  chunk, tokens = _chunk(spec, run), run.tokens_RS.shape[1]
+  chosen = state_lib.chosen(
+      state, chunk.start, tokens // spec.layout.devices, 0
+  )
+  chosen = jax.tree.map(lambda x_L1Ck: x_L1Ck[:, :, None], chosen)
+  return balance_lib.add(
+      counts, chosen, _sequences(run, _context(spec, state, run))
+  )
+
+
+def keeps(policy: str | None) -> str | None:
+  """What a run with autodiff keeps between there and back, under a policy."""
+  if policy is None:
+    return None
+  return "inputs" if policy == "recompute_layers" else "stages"
+
+
+def _there_and_back(
+    spec, params, outer, grads, total, run, context, pull, kept, popped=None
+):
+  """(grads, total, outputs, "anything") of `visit` and of `pop`."""
+  config, layout = spec.config, spec.layout
+  if kept is None:
+    y_RSM, _, stages = _forward(
+        spec, params, run, context, keep=keeps(spec.schedule.activations)
+    )
+  else:
+    y_RSM, stages = kept
+  outputs = extra = None
+  tokens_RS = layout.mine(run.tokens_RS, 1)
+  if pull is None:
+    dy_RSM = jnp.zeros((*tokens_RS.shape, config.width), config.compute_dtype)
+  else:
+    of_outer = segment.outer(grads)
+    outputs, pull_outputs = read(spec, outer, y_RSM, run, of_outer)
+    d_outputs, extra = pull.cotangent(outputs, *pull.args)
+    d_outer, dy_RSM = pull_outputs(d_outputs)
+    d_outer = adapters.pick(layout.reduce("", d_outer), of_outer)
+    grads = grads | jax.tree.map(
+        lambda total, new: total + new.astype(total.dtype), of_outer, d_outer
+    )
+  dx_RSM, of_layers, total = segment.backward(
+      config, params["layers"], grads["layers"], stages, dy_RSM, context,
+      layout=layout, accumulator=total, popped=popped,
+  )
+  grads = segment.embed_backward(
+      config, grads | {"layers": of_layers}, tokens_RS, dx_RSM, layout
+  )
+  return grads, total, outputs, extra
+
+
+def _forward(spec, params, run, context, *, keep, present=False):
+  """`segment.forward` of this device's tokens."""
+  tokens_RS = spec.layout.mine(run.tokens_RS, 1)
+  return segment.forward(
+      spec.config, params["layers"],
+      segment.embed(spec.config, params, tokens_RS, spec.layout), context,
+      layout=spec.layout, keep=keep, present=present,
+  )
+
+
+def _context(
+    spec, state, run, *, seeds=None, scale=1.0, masked=True
+) -> segment.Context:
+  """What a run continues from, where it stands, and what it is seeded with.
+
+  A run that is pushed is not masked where layers are of attention alone: no
+  token that counts can see what is past its length.
+  """
+  layout, (rows, tokens) = spec.layout, run.tokens_RS.shape
+  positions_S = layout.positions(run.first, tokens)[None]
+  blocks = None
+  if run.block is not None:
+    blocks = tiling.Blocks(run.block, run.read.window, run.lengths_R)
+  context = segment.Context(
+      state_lib.seen(spec.config, state.mixer), layout.here(run.first),
+      jnp.broadcast_to(positions_S, (rows, positions_S.shape[1])),
+      run.lengths_R if masked else None, blocks=blocks,
+  )
+  if seeds is None:
+    return context
+  weights_RS = scale * _sequences(run, context)
+  return context._replace(balance=segment.Balance(seeds, weights_RS))
+
+
+def _sequences(run, context):
+  """In how many sequences each of this device's tokens stands, [R, S]."""
+  end_R1 = run.first + run.lengths_R[:, None]
+  return jnp.where(context.positions_GT < end_R1, run.sequences_R[:, None], 0)
+
+
+def _chunk(spec, run) -> sizes.Chunk:
+  """Where the one row of a run stands on this device."""
+  start = spec.layout.here(run.first)
+  return sizes.Chunk(
+      start, spec.layout.here(run.first + run.lengths_R[0]) - start
+  )
+
+
+def read(spec: Spec, outer, y_RSM, run: Run, trained):
+  """Applies the readout to what is read of a run.
+
+  Args:
+    spec: model, readout, schedule.
+    outer: parameters outside the layers.
+    y_RSM: output of the last layer, of this device's tokens.
+    run: the run.
+    trained: the part of `outer` whose gradient is wanted.
+
+  Returns:
+    The outputs [R, T, ...] of all devices' tokens, 0 where they are padding,
+    and their pullback to cotangents of `outer` and `y_RSM`. Collectives stand
+    outside of what is differentiated.
+  """
+  layout, what = spec.layout, run.read
+  tokens = what.targets_RT.shape[1]
+  targets_RT = runs.deal(what.targets_RT, layout.devices)
+  y_RTM = y_RSM
+  if spec.whole:
+    y_RTM = layout.all(y_RSM, 1)
+    y_RTM = jnp.pad(y_RTM, ((0, 0), (0, layout.devices - 1), (0, 0)))
+    padded = y_RTM.shape
+    y_RTM = layout.mine(lax.dynamic_slice_in_dim(
+        y_RTM, what.window, targets_RT.shape[1], axis=1
+    ), 1)
+  outputs, pull = jax.vjp(
+      lambda outer, y: readout_lib.chunked(
+          spec.readout, spec.model, outer, y, layout.mine(targets_RT, 1),
+          tokens=spec.schedule.readout_tokens, layout=layout,
+      ),
+      segment.widened(outer, trained), y_RTM,
+  )
+  real_RT = jnp.arange(tokens)[None] < what.lengths_R[:, None]
+
+  def mask(x):
+    real = real_RT.reshape(*real_RT.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(real, x, jnp.zeros((), x.dtype))
+
+  def pullback(d_outputs):
+    d_outer, dy_RTM = pull(jax.tree.map(
+        lambda x: layout.mine(runs.deal(mask(x), layout.devices), 1), d_outputs
+    ))
+    if not spec.whole:
+      return d_outer, dy_RTM
+    dy_RSM = lax.dynamic_update_slice_in_dim(
+        jnp.zeros(padded, dy_RTM.dtype), layout.all(dy_RTM, 1), what.window,
+        axis=1,
+    )
+    sequence = y_RSM.shape[1] * layout.devices
+    return d_outer, layout.mine(dy_RSM[:, :sequence], 1)
+
+  outputs = jax.tree.map(
+      lambda x: mask(layout.all(x, 1)[:, :tokens]), outputs
+  )
+  return outputs, pullback
