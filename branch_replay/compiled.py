@@ -43,7 +43,7 @@ def extend(spec: Spec, params, state, tokens, length):
   at = run.first + jnp.arange(tokens.size)
   at = jnp.where(at < length, at, state.capacity)
   return dataclasses.replace(
-      state, length=length, undo=None, kept=None,
+      state, length=length, saved=None, kept=None,
       tokens=state.tokens.at[at].set(tokens, mode="drop"),
   )
 
@@ -100,14 +100,14 @@ def _capture(spec, capacity, params, group, version):
   )
   keep = "stages" if spec.schedule.activations == "keep" else None
   # A state that is to be extended is not for popping.
-  undoes = spec.accumulates and capacity <= chunks.capacity
+  saves = spec.accumulates and capacity <= chunks.capacity
 
   def push(index, state):
-    state, undo, (_, kept) = steps.push(
+    state, saved, (_, kept) = steps.push(
         spec, params, state,
         runs.chunk(state.tokens, state.length, index, chunks.size), keep=keep,
     )
-    return state, (undo if undoes else None, kept)
+    return state, (saved if saves else None, kept)
 
   if not chunks.count:
     return state_lib.resize(spec.config, state, capacity)
@@ -133,8 +133,8 @@ def _capture(spec, capacity, params, group, version):
     state, buffers = lax.fori_loop(
         0, runs.chunks_used(state.length, chunks), push_into, (state, buffers)
     )
-  undo, kept = buffers
-  state = dataclasses.replace(state, undo=undo, kept=kept)
+  saved, kept = buffers
+  state = dataclasses.replace(state, saved=saved, kept=kept)
   return state_lib.resize(
       spec.config, state, max(chunks.capacity, capacity)
   )
@@ -217,7 +217,6 @@ def _gradient(
     chunks = spec.chunks(group.prompt.shape[0] - 1)
     if state.capacity > chunks.capacity:
       state = state_lib.resize(spec.config, state, chunks.capacity)
-  beneath, outer = _beneath(spec, state), spec.outer(params)
   if spec.accumulates:
     total = state_lib.accumulator(
         spec.config, chunks.capacity // spec.layout.devices,
@@ -227,72 +226,112 @@ def _gradient(
     counts = _count(spec, params, state, group)
     load = balance.load(spec.config, counts)
     seeds = balance.seeds(spec.config, share * spec.balance, counts)
+  grads, total, outputs, extra = visit_branches(
+      spec, params, grads, total, state, group,
+      steps.Pull(cotangent, args), kept=kept, seeds=seeds,
+  )
+  if spec.accumulates and chunks.count:
+    uniform_N = None
+    if spec.prefix_gradient == "sampled":
+      uniform_N = estimators.uniforms(key, chunks.count)
+    grads, _, report = pop_chunks(
+        spec, params, grads, total, state, uniform_N, seeds=seeds,
+        sequences=balance.answered(group.tail_lengths),
+    )
+  return grads, outputs, extra, (report, load)
+
+
+# These, too, run on every device; studies call them apart.
+
+
+def visit_branches(
+    spec: Spec, params, grads, total, state, group, pull: steps.Pull, *,
+    kept=(None, None), seeds=None,
+):
+  """Visits all branches of a group, a few at a time.
+
+  Args:
+    spec, params, grads, total, seeds: as in `steps.visit`.
+    state: the captured prefix; None in "full".
+    group: prompt and tails.
+    pull: what happens to the outputs; its args have leading axis G.
+    kept: what `forward` kept; by default the branches are run here.
+
+  Returns:
+    grads, total, the outputs [G, T, ...], and "anything" for the whole visits
+    (with a leading axis) and for the last, smaller one.
+  """
+  beneath, outer = _beneath(spec, state), spec.outer(params)
 
   def visit(carry, run, args, kept):
     *carry, outputs, extra = steps.visit(
         spec, params, outer, *carry, beneath, run,
-        steps.Pull(cotangent, args), kept=kept, seeds=seeds,
+        steps.Pull(pull.cotangent, args), kept=kept, seeds=seeds,
     )
     return tuple(carry), (outputs, extra)
 
   (grads, total), (whole, rest) = _over_branches(
-      spec, visit, (grads, total), group, args, kept
+      spec, visit, (grads, total), group, pull.args, kept
   )
-  if spec.accumulates and chunks.count:
-    grads, report = _pop_all(
-        spec, params, grads, total, state, chunks, key, seeds,
-        balance.answered(group.tail_lengths),
-    )
-  outputs = _join(whole[0], None if rest is None else rest[0])
-  extra = whole[1], None if rest is None else rest[1]
-  return grads, outputs, extra, (report, load)
+  rest = (None, None) if rest is None else rest
+  return grads, total, _join(whole[0], rest[0]), (whole[1], rest[1])
 
 
-def _pop_all(
-    spec, params, grads, total, state, chunks, key, seeds, sequences
+def pop_chunks(
+    spec: Spec, params, grads, total, state, uniform_N=None, *, seeds=None,
+    sequences=1,
 ):
   """Pops the chunks of a prefix, last to first.
 
+  Args:
+    spec, params, grads, total, seeds: as in `steps.pop`.
+    state: the captured prefix.
+    uniform_N: in "sampled" one number in [0, 1) for every chunk.
+    sequences: how many branches the load-balance term counts.
+
   Returns:
-    grads, and in "sampled" the `PrefixPass`.
+    grads, the whole cotangent of the state, and in "sampled" the `PrefixPass`.
   """
-  config, used = spec.config, runs.chunks_used(state.length, chunks)
-  sampled = spec.prefix_gradient == "sampled"
+  # An accumulator of another size says how the prefix is cut, if there is one.
+  config, devices = spec.config, spec.layout.devices
+  chunks = spec.chunks(
+      state_lib.places(config, total) * devices or state.capacity
+  )
+  used = runs.chunks_used(state.length, chunks)
   room = chunks.capacity - state.capacity
   tokens = jnp.pad(state.tokens, (0, max(0, room)))
   rest = state_lib.rest_of(config, state.mixer)
-  buffers = state.undo, state.kept
+  buffers = state.saved, state.kept
 
   def pop(index, carry, turn=None):
     grads, total, rest = carry
-    undo, kept = jax.tree.map(
+    saved, kept = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
         buffers,
     )
     run = runs.chunk(tokens, state.length, index, chunks.size, sequences)
     grads, total, rest, *_, report = steps.pop(
         spec, params, grads, total, state_lib.with_rest(config, state, rest),
-        run, undo, kept=None if kept is None else (None, kept), turn=turn,
+        run, saved, kept=None if kept is None else (None, kept), turn=turn,
         seeds=seeds,
     )
     return (grads, total, rest), report
 
-  carry = grads, total, rest
-  if sampled:
-    carry, report = _pop_drawn(spec, key, chunks, used, pop, carry)
-    return carry[0], report
-  if chunks.count == 1:  # without a loop what was kept is not copied
-    return pop(0, carry)[0][0], None
-  carry = lax.fori_loop(
-      0, used, lambda step, carry: pop(used - 1 - step, carry)[0], carry
-  )
-  return carry[0], None
+  carry, report = (grads, total, rest), None
+  if uniform_N is not None:
+    carry, report = _pop_drawn(spec, uniform_N, chunks, used, pop, carry)
+  elif chunks.count == 1:  # without a loop what was kept is not copied
+    carry, _ = pop(0, carry)
+  else:
+    carry = lax.fori_loop(
+        0, used, lambda step, carry: pop(used - 1 - step, carry)[0], carry
+    )
+  return *carry[:2], report
 
 
-def _pop_drawn(spec, key, chunks, used, pop, carry):
+def _pop_drawn(spec, uniform_N, chunks, used, pop, carry):
   """The loop of "sampled": each chunk takes its turn."""
   index_N = jnp.arange(chunks.count)
-  uniform_N = estimators.uniforms(key, chunks.count)
 
   def visit(step, carry):
     *carry, budget, report = carry

@@ -174,7 +174,8 @@ class LayerKind:
 # What a mixer has; `mixers.kinds` says what each is.
 OF_MIXER = (
     "MIXED", "STAGE", "empty", "accumulator", "seen", "push", "extend", "skip",
-    "fit", "undo", "forward", "backward", "cache", "decode", "settle",
+    "fit", "save", "restore", "forward", "backward", "cache", "decode",
+    "settle",
 )
 
 

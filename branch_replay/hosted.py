@@ -73,13 +73,13 @@ class _Open(NamedTuple):
   """What waits while a run is open.
 
   Attributes:
-    undo: what `steps.push` needs back.
+    saved: what `steps.push` returned with it.
     kept: what it kept.
     of_parent: what has come in so far of the cotangent of the state before the
       run, without what has places; None before anything has.
   """
 
-  undo: Any
+  saved: Any
   kept: Any = None
   of_parent: Any = None
 
@@ -98,14 +98,14 @@ def outputs(spec: Spec, params, program: Program):
   found = []
 
   def step(kind, run, places, state):
-    looks, undo = run.read is not None, None
+    looks, saved = run.read is not None, None
     if kind == Kind.OPEN:
-      state, undo, _, out = _push(spec, None, looks, params, state, run)
+      state, saved, _, out = _push(spec, None, looks, params, state, run)
     else:
       out = _look(spec, params, state, run) if looks else None
     if looks:
       found.append((places, out))
-    return state, undo
+    return state, saved
 
   _forward(spec, params, program, step)
   return _collect(found, program.outputs)
@@ -167,16 +167,16 @@ def gradient(
             spec, loss, params, grads, total, state, run, places, mine, seeds
         )
       elif opens:
-        state, undo, kept, _ = _push(spec, keep, False, params, state, run)
+        state, saved, kept, _ = _push(spec, keep, False, params, state, run)
         of_parent, total = _set_aside(spec.config, total)
-        stack.append(_Open(undo, kept, of_parent))
+        stack.append(_Open(saved, kept, of_parent))
         if draws:
           draws.opened(run)
       elif kind == Kind.OPEN:
-        grads, state, undo, *out = _push_and_visit(
+        grads, state, saved, *out = _push_and_visit(
             spec, loss, params, grads, state, run, places, mine, seeds
         )
-        stack.append(_Open(undo))
+        stack.append(_Open(saved))
       elif spec.accumulates:
         turn = draws.turn() if draws else None
         grads, total, rest, report, *out = _pop(
@@ -258,15 +258,15 @@ class Draws:
 
 
 def _forward(spec, params, program, step):
-  """Calls (kind, run, places, state) -> (state, undo) of each run."""
+  """Calls (kind, run, places, state) -> (state, saved) of each run."""
   state, stack = _empty(spec, program.capacity, params), []
   for kind, run, places in program.steps:
     if kind == Kind.CLOSE:
       state = _restored(spec, state, run, stack.pop())
       continue
-    state, undo = step(kind, run, places, state)
+    state, saved = step(kind, run, places, state)
     if kind == Kind.OPEN:
-      stack.append(_Open(undo))
+      stack.append(_Open(saved))
 
 
 def _count(spec, params, program, share):
@@ -278,10 +278,10 @@ def _count(spec, params, program, share):
   def step(kind, run, places, state):
     nonlocal counts
     del places
-    counts, state, undo = _tally(
+    counts, state, saved = _tally(
         spec, kind == Kind.OPEN, params, counts, state, run
     )
-    return state, undo
+    return state, saved
 
   _forward(spec, params, program, step)
   return (
@@ -329,7 +329,7 @@ def _restored(spec, state, run, opened: _Open):
   if spec.config.positional:
     return state
   return state_lib.with_rest(
-      spec.config, state, _undo(spec, state, run, opened.undo)
+      spec.config, state, _restore(spec, state, run, opened.saved)
   )
 
 
@@ -405,9 +405,9 @@ def _zero_total(spec, capacity, params):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _push(spec, keep, looks, params, state, run):
-  """The state with a run, how to undo it, what was kept, and its outputs."""
+  """The state with a run, what popping it needs, what was kept, outputs."""
   def here(params, state, run):
-    state, undo, (y_RSM, stages) = steps.push(
+    state, saved, (y_RSM, stages) = steps.push(
         spec, params, state, run, keep=keep
     )
     kept = (y_RSM if run.read else None, stages) if keep else None
@@ -415,7 +415,7 @@ def _push(spec, keep, looks, params, state, run):
     if looks:
       outer = spec.outer(params)
       out, _ = steps.read(spec, outer, y_RSM, run, outer)
-    return state, undo, kept, out
+    return state, saved, kept, out
 
   ins, outs = ("params", spec.state, "all"), (spec.state, "mixer", "all", "all")
   return spec.layout.over(here, ins, outs)(params, state, run)
@@ -432,26 +432,26 @@ def _look(spec, params, state, run):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _undo(spec, state, run, undo):
-  def here(state, run, undo):
-    return steps.undo(spec, state, run, undo)
+def _restore(spec, state, run, saved):
+  def here(state, run, saved):
+    return steps.restore(spec, state, run, saved)
 
   ins = spec.state, "all", "mixer"
-  return spec.layout.over(here, ins, "mixer")(state, run, undo)
+  return spec.layout.over(here, ins, "mixer")(state, run, saved)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _tally(spec, opens, params, counts, state, run):
   """Counts the experts of a run; an inner one is pushed."""
   def here(params, counts, state, run):
-    new, undo = balance_lib.zeros(spec.config), None
+    new, saved = balance_lib.zeros(spec.config), None
     if opens:
-      state, undo, _ = steps.push(spec, params, state, run)
+      state, saved, _ = steps.push(spec, params, state, run)
       new = steps.count_pushed(spec, new, state, run)
     else:
       new = steps.count(spec, params, new, state, run)
     counts = jax.tree.map(jnp.add, counts, spec.layout.sum(new))
-    return counts, state, undo
+    return counts, state, saved
 
   ins, outs = ("params", "all", spec.state, "all"), ("all", spec.state, "mixer")
   return spec.layout.over(here, ins, outs)(params, counts, state, run)
@@ -482,16 +482,16 @@ def _push_and_visit(
   """Pushes a run and pulls its own outputs back, but no further."""
   def here(params, grads, state, run, places, args, seeds):
     kept_as = steps.keeps(spec.schedule.activations)
-    state, undo, kept = steps.push(spec, params, state, run, keep=kept_as)
+    state, saved, kept = steps.push(spec, params, state, run, keep=kept_as)
     # What it continues from is read where it stands now, or it is copied.
     before = state_lib.with_rest(
-        spec.config, state, steps.undo(spec, state, run, undo)
+        spec.config, state, steps.restore(spec, state, run, saved)
     )
     grads, _, out, value = steps.visit(
         spec, params, spec.outer(params), grads, None, before, run,
         _pull(loss, places, args), kept=kept, seeds=seeds,
     )
-    return grads, state, undo, out, value
+    return grads, state, saved, out, value
 
   ins = "params", "grads", spec.state, *("all",) * 4
   outs = "grads", spec.state, "mixer", "all", "all"
@@ -509,7 +509,7 @@ def _pop(
   def here(params, grads, total, state, run, opened, places, args, turn, seeds):
     pull = None if run.read is None else _pull(loss, places, args)
     grads, total, rest, out, value, report = steps.pop(
-        spec, params, grads, total, state, run, opened.undo,
+        spec, params, grads, total, state, run, opened.saved,
         kept=opened.kept, pull=pull, turn=turn, seeds=seeds,
     )
     if opened.of_parent is not None:

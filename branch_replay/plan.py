@@ -115,7 +115,7 @@ def bytes_per_device(step: Step) -> dict[str, int]:
       "parameters": _bytes(params) // devices,
       "gradients": _bytes(trained, _wide(config)) // devices,
       "optimizer": 2 * _bytes(trained, moment) // devices,
-      "state": _bytes((_state(step).mixer, _state(step).choices)),
+      "state": _state_bytes(step),
       "accumulator": accumulates * _bytes(_accumulator(step)),
       "kept": _kept(step),
       "working": _working(step, params, trained),
@@ -123,17 +123,19 @@ def bytes_per_device(step: Step) -> dict[str, int]:
   return found | {"total": sum(found.values())}
 
 
-def _state(step: Step) -> state_lib.PrefixState:
-  """Shapes of a state on one device."""
+def _state_bytes(step: Step) -> int:
+  """Bytes of the state and of what popping its chunks needs, on one device."""
   config, devices = step.config, step.devices
-  size = min(step.chunk_size, max(step.prefix, 1))
-  popped = state_lib.NO_CHUNKS
-  if step.mode != "stop":
-    popped = state_lib.Chunks(math.ceil(step.prefix / size), size)
   capacity = math.ceil(step.prefix / devices) * devices
-  return jax.eval_shape(lambda: state_lib.empty(
-      config, capacity, devices=devices, popped=popped
-  ))
+  state = jax.eval_shape(
+      lambda: state_lib.empty(config, capacity, devices=devices)
+  )
+  size = min(step.chunk_size, max(step.prefix, 1))
+  chunks = math.ceil(step.prefix / size) if step.mode != "stop" else 0
+  saved = jax.eval_shape(
+      lambda: state_lib.save(config, state.mixer, size // devices)
+  )
+  return _bytes((state.mixer, state.choices)) + chunks * _bytes(saved)
 
 
 def _accumulator(step: Step):

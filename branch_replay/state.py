@@ -28,9 +28,9 @@ class PrefixState:
     length: i32[], positions that are real.
     version: u32[], fingerprint of the parameters it was captured under.
     kept: activations of the chunks, when the policy is to keep them.
-    undo: what popping each chunk takes to get back to the state before it, by
-      stack, [chunks, ...]; nothing in stacks with a place for every position,
-      None of a state that is not for popping.
+    saved: what popping each chunk needs of the state before it, by stack,
+      [chunks, ...]; nothing in stacks with a place for every position, None in
+      a state that is not for popping.
     choices: the experts of every position, i32[L, 1, P, k] by stack, with which
       chunks are run again; nothing in stacks without experts.
     devices: how many devices the positions are dealt to; position p is on
@@ -44,7 +44,7 @@ class PrefixState:
   length: jax.Array
   version: jax.Array
   kept: object = None
-  undo: Any = None
+  saved: Any = None
   choices: Any = dataclasses.field(default_factory=dict)
   devices: int = dataclasses.field(default=1, metadata=dict(static=True))
   model: tuple | None = dataclasses.field(
@@ -178,41 +178,49 @@ def chosen(state: PrefixState, start, size: int, places: int):
   return jax.tree.map(part, state.choices)
 
 
-def push(config: config_lib.ModelConfig, state: PrefixState, present, chunk):
-  """Appends what a chunk left behind.
+def push(
+    config: config_lib.ModelConfig, state: PrefixState, present, chunk
+) -> PrefixState:
+  """The state with what a chunk left behind.
 
   Args:
     config: geometry.
     state: before the chunk.
     present: `segment.Present` of the chunk.
     chunk: where it stands, `sizes.Chunk`.
-
-  Returns:
-    The state after the chunk, and what `undo` takes, by stack.
   """
-  pushed = pattern.over(
+  mixer = pattern.over(
       config,
       lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
       state.mixer, present.mixer,
   )
   choices = jax.tree.map(
-      lambda x, new: attention.push((x,), (new,), chunk)[0][0],
+      lambda x, new: attention.push((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
-  mixer, saved = (
-      pattern.over(config, lambda kind, pair, of=of: pair[of], pushed)
-      for of in (0, 1)
+  return dataclasses.replace(state, mixer=mixer, choices=choices)
+
+
+def save(config: config_lib.ModelConfig, mixer, size: int):
+  """What popping a chunk needs of the state before it, by stack.
+
+  Args:
+    config: geometry.
+    mixer: the mixer state before the chunk.
+    size: positions of the chunk on this device.
+  """
+  return pattern.over(
+      config, lambda kind, stack: kinds.mixer(kind).save(stack, size), mixer
   )
-  return dataclasses.replace(state, mixer=mixer, choices=choices), saved
 
 
-def undo(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
-  """What has no places of the state before the chunk that was pushed last."""
+def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
+  """`rest_of` the state before the chunk that was pushed last."""
   return pattern.over(
       config,
       lambda kind, stack, saved: ()
       if config_lib.has_places(kind)
-      else kinds.mixer(kind).undo(stack, saved, chunk),
+      else kinds.mixer(kind).restore(stack, saved, chunk),
       state.mixer, saved,
   )
 
@@ -296,10 +304,10 @@ def complete(
   """Whether all that popping these chunks needs is there."""
   if config.positional or not popped.count:
     return True
-  if state.undo is None or state.capacity != popped.capacity:
+  if state.saved is None or state.capacity != popped.capacity:
     return False
   return all(
-      x.shape[0] == popped.count for x in jax.tree.leaves(state.undo)
+      x.shape[0] == popped.count for x in jax.tree.leaves(state.saved)
   )
 
 

@@ -85,17 +85,17 @@ def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
     keep: what to keep for `pop`, see `segment.forward`.
 
   Returns:
-    The state; what `pop` needs to undo this; and (output of the last layer,
-    what was kept of the layers).
+    The state; what `pop` needs of the one before; and (output of the last
+    layer, what was kept of the layers).
   """
   context = _context(spec, state, run, masked=spec.config.recurrent)
   y_RSM, present, stages = _forward(
       spec, params, run, context, keep=keep, present=True
   )
-  state, undo = state_lib.push(
-      spec.config, state, present, _chunk(spec, run)
-  )
-  return state, undo, (y_RSM, stages)
+  size = run.tokens_RS.shape[1] // spec.layout.devices
+  saved = state_lib.save(spec.config, state.mixer, size)
+  state = state_lib.push(spec.config, state, present, _chunk(spec, run))
+  return state, saved, (y_RSM, stages)
 
 
 def extend(spec: Spec, params, state, run: Run):
@@ -151,7 +151,7 @@ def visit(
 
 
 def pop(
-    spec: Spec, params, grads, total, state, run: Run, undo, *, kept=None,
+    spec: Spec, params, grads, total, state, run: Run, saved, *, kept=None,
     pull: Pull | None = None, turn: Turn | None = None, seeds=None,
 ):
   """Takes the run that was pushed last off the state and pulls it back.
@@ -163,7 +163,7 @@ def pop(
     spec, params, grads, run: as in `visit`.
     total: cotangent of the state with the run; added to.
     state: the state with the run.
-    undo: what `push` returned for it.
+    saved: what `push` returned with it.
     kept: what `push` kept; None runs it again, with the same experts.
     pull: of a run with outputs of its own, which are pulled back with it.
     turn: in "sampled", of a run that may be left out.
@@ -175,7 +175,7 @@ def pop(
     outputs; "anything"; and with a turn an `estimators.PrefixPass` of scalars.
   """
   config, chunk, report, scale = spec.config, _chunk(spec, run), None, 1.0
-  rest = state_lib.undo(config, state, undo, chunk)
+  rest = state_lib.restore(config, state, saved, chunk)
   state = state_lib.with_rest(config, state, rest)
   if turn is not None:
     report = estimators.drawn(
@@ -210,9 +210,9 @@ def pop(
   return grads, total, rest, outputs, extra, report
 
 
-def undo(spec: Spec, state, run: Run, undo):
+def restore(spec: Spec, state, run: Run, saved):
   """What has no places of the state before the run that was pushed last."""
-  return state_lib.undo(spec.config, state, undo, _chunk(spec, run))
+  return state_lib.restore(spec.config, state, saved, _chunk(spec, run))
 
 
 def count(spec: Spec, params, counts, state, run: Run):

@@ -13,12 +13,13 @@ import pytest
 
 import branch_replay as br
 from branch_replay import balance
-from branch_replay import engine
-from branch_replay import host_loop
+from branch_replay import estimators
 from branch_replay import readout as readout_lib
+from branch_replay import runs
 from branch_replay import sharding
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
-from branch_replay import tree as tree_lib
+from branch_replay import steps
 from branch_replay.models import block
 from branch_replay.models import expert_layers
 from branch_replay.ops import attention_reference as reference
@@ -152,9 +153,9 @@ def test_exact_and_full_have_the_gradient_of_the_dense_term(x64):
     assert tiny.worst(found, wanted) <= TOLERANCE, mode
     np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
     assert np.ptp(evaluation.load) > 0.1  # there is something to balance
-  by_host = host_loop.value_and_grad(
+  by_host = br.value_and_grad(
       decoder, tiny.loss, schedule=schedule, balance=COEFFICIENT,
-      progress=False,
+      hosted=br.Hosted(),
   )(params, group, weights)
   assert tiny.worst(by_host[1], wanted) <= TOLERANCE
   np.testing.assert_allclose(by_host[0].load, load, rtol=1e-12)
@@ -199,12 +200,12 @@ def test_two_devices_count_and_balance_together(x64):
   np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
 
 
-def test_a_popped_chunk_scales_what_the_term_sends_it(x64):
+def test_a_popped_chunk_scales_what_the_term_sends_it(x64, monkeypatch):
   decoder, params, group, _ = problem()
-  task = engine.Task(
+  spec = spec_lib.Spec(
       decoder, schedule=br.Schedule(chunk_size=8, activations="recompute")
   )
-  state = br.capture(decoder, params, group, schedule=task.schedule)
+  state = br.capture(decoder, params, group, schedule=spec.schedule)
   seeds = jax.tree.map(
       lambda x: x + jnp.arange(4.0)[None], balance.zeros(CONFIG)
   )
@@ -212,9 +213,14 @@ def test_a_popped_chunk_scales_what_the_term_sends_it(x64):
   @jax.jit
   def pop(scale):
     nothing = state_lib.accumulator(CONFIG, state.capacity)
-    return engine.pop_chunk(
-        task, params, engine.zero_grads(params), nothing, state, 1,
-        scale=scale, seeds=seeds,
+    monkeypatch.setattr(estimators, "weight", lambda q, drawn: scale)
+    always = steps.Turn(
+        8 * jnp.arange(2), jnp.ones(2, bool), jnp.int32(1), jnp.float64(9), 0.0
+    )
+    run = runs.chunk(state.tokens, state.length, 1, 8)
+    return steps.pop(
+        spec, params, spec_lib.zero_grads(params), nothing, state, run,
+        state.saved, turn=always, seeds=seeds,
     )[0]
 
   once = pop(1.0)
@@ -263,7 +269,7 @@ def test_a_tree_has_the_gradient_of_the_dense_term(x64):
       ("exact", 1), ("exact", 2), ("full", 1), ("sampled", 1)
   ):
     layout = sharding.sharded(params, devices)
-    evaluation, found = tree_lib.value_and_grad(
+    evaluation, found = br.value_and_grad(
         decoder, tiny.loss, balance=COEFFICIENT, prefix_gradient=mode,
         sampling=sampling,
         schedule=dataclasses.replace(schedule, layout=layout),
@@ -281,7 +287,7 @@ def test_stop_balances_the_leaves_of_a_tree_by_the_counts_of_all(x64):
   schedule = br.Schedule(chunk_size=8, activations="recompute")
 
   def by_stop(**options):
-    return tree_lib.value_and_grad(
+    return br.value_and_grad(
         decoder, tiny.loss, prefix_gradient="stop", schedule=schedule,
         **options,
     )(params, tree, tree.sum_over_leaves(weights))
@@ -375,7 +381,7 @@ def test_several_trees_share_the_term(x64):
   del arguments
 
   def by(share):
-    return tree_lib.value_and_grad(decoder, linear, balance=COEFFICIENT)(
+    return br.value_and_grad(decoder, linear, balance=COEFFICIENT)(
         params, tree, tree.sum_over_leaves(weights) * share,
         balance_share=share,
     )[1]

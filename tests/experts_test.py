@@ -14,14 +14,15 @@ import pytest
 import branch_replay as br
 from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import engine
 from branch_replay import flops
-from branch_replay import host_loop
 from branch_replay import pattern
 from branch_replay import plan
+from branch_replay import runs
 from branch_replay import schedule as schedule_lib
 from branch_replay import sharding
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
+from branch_replay import steps
 from branch_replay.ops import experts as ops
 from branch_replay.ops import experts_reference as reference
 from branch_replay.ops import grouped_dot
@@ -194,8 +195,8 @@ def test_stop_equals_dense_with_a_stopped_prefix(x64):
 def test_the_host_loop_gives_the_dense_gradient(x64):
   decoder, params, group, weights = problem(EXPERTS)
   wanted = dense_gradient(EXPERTS)
-  found = host_loop.value_and_grad(
-      decoder, tiny.loss, progress=False,
+  found = br.value_and_grad(
+      decoder, tiny.loss, hosted=br.Hosted(),
       schedule=br.Schedule(chunk_size=4, activations="recompute"),
   )(params, group, weights)[1]
   assert tiny.worst(found, wanted) <= TOLERANCE
@@ -208,10 +209,10 @@ def test_a_popped_chunk_has_the_experts_it_was_captured_with(x64, activations):
   router = jax.tree.map(jnp.zeros_like, params["layers"]["expand"]["router"])
   expand = params["layers"]["expand"] | {"router": router}
   params = params | {"layers": params["layers"] | {"expand": expand}}
-  task = engine.Task(
+  spec = spec_lib.Spec(
       decoder, schedule=br.Schedule(chunk_size=8, activations=activations)
   )
-  state = br.capture(decoder, params, group, schedule=task.schedule)
+  state = br.capture(decoder, params, group, schedule=spec.schedule)
   np.testing.assert_array_equal(  # the first of those that tie
       state.choices[:, 0, :11], np.broadcast_to([0, 1], (2, 11, 2))
   )
@@ -221,9 +222,10 @@ def test_a_popped_chunk_has_the_experts_it_was_captured_with(x64, activations):
     accumulator = jax.tree.map(
         jnp.ones_like, state_lib.accumulator(decoder.config, state.capacity)
     )
-    grads, _ = engine.pop_chunk(
-        task, params, engine.zero_grads(params), accumulator,
-        dataclasses.replace(state, choices=choices), 1,
+    run = runs.chunk(state.tokens, state.length, 1, 8)
+    grads, *_ = steps.pop(
+        spec, params, spec_lib.zero_grads(params), accumulator,
+        dataclasses.replace(state, choices=choices), run, state.saved,
     )
     return jnp.abs(grads["layers"]["expand"]["expert_up"]["kernel"]).max((2, 3))
 
@@ -285,10 +287,10 @@ def test_plan_and_flops_count_what_there_is():
       ("stages", schedule_lib.layers_bytes),
       ("inputs", schedule_lib.input_bytes),
   ):
-    _, kept = jax.eval_shape(
-        lambda params, keep=keep: engine.push_chunk(
-            engine.Task(decoder), params, state_lib.empty(config, 16), 0,
-            keep=keep,
+    *_, (_, kept) = jax.eval_shape(
+        lambda params, keep=keep: steps.push(
+            spec_lib.Spec(decoder), params, state_lib.empty(config, 16),
+            runs.chunk(jnp.zeros(16, int), 16, 0, 16), keep=keep,
         ), params,
     )
     assert counted(config) * 16 == sum(

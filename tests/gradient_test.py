@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import engine
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
 from branch_replay.ops import attention_reference as reference
 from tests import tiny
@@ -260,7 +260,7 @@ def test_tails_of_nothing_give_zeros_and_a_zero_gradient():
   weights = tiny.weights(group)
   (value, log_probs, _), gradient = one_pass(decoder, params, group, weights)
   assert float(value) == 0 and not log_probs.any()
-  chex.assert_trees_all_equal(gradient, engine.zero_grads(params))
+  chex.assert_trees_all_equal(gradient, spec_lib.zero_grads(params))
 
 
 def test_float32_and_temperature_agree_with_dense():

@@ -6,12 +6,13 @@ import types
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import host_loop
 from branch_replay import host_memory
+from branch_replay import hosted
 from branch_replay import sharding
 from tests import tiny
 
@@ -43,8 +44,8 @@ def test_host_loop_equals_the_scan(x64, mode, activations, devices):
         chunk_size=8, branches_at_once=2, activations=activations,
         layout=layout,
     )
-  (mine, log_probs, _), gradient = host_loop.value_and_grad(
-      decoder, tiny.loss, progress=False, **options
+  (mine, log_probs, _), gradient = br.value_and_grad(
+      decoder, tiny.loss, hosted=br.Hosted(), **options
   )(params, group, weights)
   assert tiny.worst(gradient, wanted) <= 1e-11
   np.testing.assert_allclose(mine, value, rtol=1e-12)
@@ -63,10 +64,11 @@ def test_an_interrupt_between_chunks_changes_nothing(monkeypatch):
       raise KeyboardInterrupt
     return push(*args)
 
-  push = host_loop._push
-  monkeypatch.setattr(host_loop, "_push", interrupted)
-  function = host_loop.value_and_grad(
-      decoder, tiny.loss, schedule=br.Schedule(chunk_size=5), progress=False
+  push = hosted._push
+  monkeypatch.setattr(hosted, "_push", interrupted)
+  function = br.value_and_grad(
+      decoder, tiny.loss, schedule=br.Schedule(chunk_size=5),
+      hosted=br.Hosted(progress=True),
   )
   with pytest.raises(KeyboardInterrupt):
     function(params, group, tiny.weights(group))
@@ -74,19 +76,23 @@ def test_an_interrupt_between_chunks_changes_nothing(monkeypatch):
   chex.assert_trees_all_equal(before, (params, group))
 
 
+STATIC = {"_push": (0, 1, 2), "_visit": (0, 1), "_pop": (0, 1, 2)}
+
+
 def recorded(monkeypatch, name, calls):
   """Records a step's arguments and results."""
-  step = getattr(host_loop, name)
+  step, static = getattr(hosted, name), STATIC[name]
 
   def run(*args):
     described = [
-        x if callable(x) else jax.tree.map(jax.typeof, x) for x in args[1:]
+        x if place in static else jax.tree.map(jax.typeof, x)
+        for place, x in enumerate(args)
     ]
     result = step(*args)
-    calls[name] = step, (args[0], *described), result
+    calls[name] = step, described, result
     return result
 
-  monkeypatch.setattr(host_loop, name, run)
+  monkeypatch.setattr(hosted, name, run)
 
 
 def kinds(tree):
@@ -104,16 +110,16 @@ def test_a_state_in_host_memory_gives_the_same_gradient(
   decoder, params = tiny.model(config)
   group = tiny.group(tails=(5, 1, 3))
   options = dict(
-      prefix_gradient=mode, progress=False,
+      prefix_gradient=mode,
       schedule=br.Schedule(
           chunk_size=5, branches_at_once=2, activations=activations
       ),
   )
 
   def run(**more):
-    return host_loop.value_and_grad(decoder, tiny.loss, **options, **more)(
-        params, group, tiny.weights(group)
-    )
+    return br.value_and_grad(
+        decoder, tiny.loss, hosted=br.Hosted(**more), **options
+    )(params, group, tiny.weights(group))
 
   wanted = run()
   calls = {}
@@ -125,7 +131,7 @@ def test_a_state_in_host_memory_gives_the_same_gradient(
   np.testing.assert_allclose(outputs, wanted[0].outputs, atol=1e-13)
   assert kinds(calls["_push"][2][0].mixer) == {"pinned_host"}
   if mode == "exact":
-    grads, cotangent = calls["_pop"][2]
+    grads, cotangent, *_ = calls["_pop"][2]
     assert kinds(grads) == {"device"}
     assert kinds(cotangent) == {"pinned_host"}
 
@@ -136,16 +142,15 @@ def test_no_step_has_the_whole_state_on_the_device(monkeypatch):
   group, calls = tiny.group(prompt=22), {}
   for name in ("_push", "_visit", "_pop"):
     recorded(monkeypatch, name, calls)
-  host_loop.value_and_grad(
-      decoder, tiny.loss, progress=False, offload=True,
+  br.value_and_grad(
+      decoder, tiny.loss, hosted=br.Hosted(offload=True),
       schedule=br.Schedule(chunk_size=7, activations="recompute"),
   )(params, group, tiny.weights(group))
   shape = calls["_push"][2][0].mixer[0].shape
   assert shape[:2] == (2, 2) and shape[3] == 16
   whole = "[" + ",".join(map(str, shape)) + "]"
-  for name, (step, (task, *args), _) in calls.items():
-    static = (0, 1) if name == "_visit" else (0,)
-    text = str(jax.make_jaxpr(step, static_argnums=static)(task, *args))
+  for name, (step, args, _) in calls.items():
+    text = str(jax.make_jaxpr(step, static_argnums=STATIC[name])(*args))
     assert "f32<host>" + whole in text, name
     assert "f32" + whole not in text, name
 
@@ -162,15 +167,48 @@ def test_a_device_without_host_memory_is_refused(monkeypatch):
     host_memory.zeros(jax.ShapeDtypeStruct((2,), "float32"))
 
 
-def test_what_the_host_loop_does_not_run():
+@pytest.mark.parametrize("mode", ("full", "sampled"))
+def test_other_modes_equal_the_compiled_loops(x64, mode):
+  decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
+  group = tiny.group(tails=(5, 1, 3))
+  weights = tiny.weights(group)
+  options = dict(
+      prefix_gradient=mode, schedule=br.Schedule(chunk_size=5),
+      sampling=br.Sampling(chunks=1.7),
+  )
+  for seed in range(3):
+    key = jax.random.key(seed)
+    wanted, found = (
+        br.value_and_grad(decoder, tiny.loss, hosted=how, **options)(
+            params, group, weights, key=key
+        ) for how in (None, br.Hosted())
+    )
+    assert tiny.worst(found[1], wanted[1]) <= 1e-12
+    chex.assert_trees_all_close(
+        found[0].prefix_pass, wanted[0].prefix_pass, rtol=1e-12
+    )
+
+
+def test_what_the_hosted_driver_does_not_run():
   decoder, params = tiny.model(tiny.BASE)
-  with pytest.raises(ValueError, match="'exact' and 'stop'"):
-    host_loop.value_and_grad(decoder, tiny.loss, prefix_gradient="full")
+  group = tiny.group()
+  weights = tiny.weights(group)
+
+  def run(data, model=decoder, state=None, schedule=None, **how):
+    return br.value_and_grad(
+        model, tiny.loss, hosted=br.Hosted(**how),
+        schedule=schedule or br.Schedule(),
+    )(params, data, weights, state=state)
+
+  with pytest.raises(ValueError, match="one group, not stacked groups"):
+    weights = jnp.stack([weights] * 2)
+    run(br.stack([group] * 2))
+  weights = tiny.weights(group)
+  with pytest.raises(ValueError, match="leave state= out"):
+    run(group, state=br.capture(decoder, params, group))
   layout = sharding.sharded(params, 8)
   with pytest.raises(ValueError, match="for one device, not 8"):
-    host_loop.value_and_grad(
-        decoder, tiny.loss, schedule=br.Schedule(layout=layout), offload=True
-    )
-  hybrid = br.Decoder(tiny.ARCHITECTURES["window and full"])
+    run(group, schedule=br.Schedule(layout=layout), offload=True)
+  decoder, params = tiny.model(tiny.ARCHITECTURES["window and full"])
   with pytest.raises(ValueError, match="'sliding', 'full'.* does not grow"):
-    host_loop.value_and_grad(hybrid, tiny.loss, offload=True)
+    run(group, decoder, offload=True)

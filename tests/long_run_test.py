@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from branch_replay import host_loop
+from branch_replay import hosted
 from configs import long_run as long_run_config
 from configs import long_run_hybrid
 from configs import long_run_stop
@@ -30,7 +30,7 @@ def test_an_interrupt_says_how_far_it_came(tmp_path, monkeypatch, capsys):
   def interrupted(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(host_loop, "_push", interrupted)
+  monkeypatch.setattr(hosted, "_push", interrupted)
   config = long_run_tiny.get_config()
   config.devices = 1
   with pytest.raises(KeyboardInterrupt):

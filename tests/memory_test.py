@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import branch_replay as br
+from branch_replay import compiled as compiled_lib
 from branch_replay import group as group_lib
-from branch_replay import passes
 from tests import tiny
 
 # Large enough that state and activations dwarf constants; only compiled.
@@ -86,23 +86,23 @@ def test_no_buffer_holds_the_prefix_once_a_branch():
 def test_one_compilation_a_bucket_of_prompts_and_of_tails():
   # A width of its own: no other test has compiled for it.
   decoder, params = tiny.model(dataclasses.replace(tiny.BASE, ffn_width=40))
-  before = passes.forward._cache_size()
+  before = compiled_lib.forward._cache_size()
   for prompt in range(10, 30):  # prefixes of 9…28: buckets 16, 24, 32
     br.log_probs(decoder, params, tiny.group(prompt, (3, 4)))
-  assert passes.forward._cache_size() - before == 3
+  assert compiled_lib.forward._cache_size() - before == 3
   for tail in range(1, 17):  # buckets 8 and 16; the first is known
     br.log_probs(decoder, params, tiny.group(29, (tail, 1)))
-  assert passes.forward._cache_size() - before == 4
+  assert compiled_lib.forward._cache_size() - before == 4
 
 
 def test_a_loss_and_its_gradient_compile_once_a_bucket():
   decoder, params = tiny.model(dataclasses.replace(tiny.BASE, ffn_width=40))
   function = br.value_and_grad(decoder, tiny.loss)
-  before = passes.value_and_grad._cache_size()
+  before = compiled_lib.value_and_grad._cache_size()
   for prompt in (18, 20, 25):  # prefixes of 17, 19 and 24: bucket 24
     group = tiny.group(prompt, (3, 4))
     function(params, group, tiny.weights(group))
-  assert passes.value_and_grad._cache_size() - before == 1
+  assert compiled_lib.value_and_grad._cache_size() - before == 1
 
 
 def test_buckets_waste_at_most_a_sixteenth():

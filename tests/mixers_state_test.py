@@ -6,16 +6,19 @@ import dataclasses
 
 from flax import traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import engine
 from branch_replay import flops
 from branch_replay import pattern
 from branch_replay import plan
+from branch_replay import runs
 from branch_replay import schedule as schedule_lib
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
+from branch_replay import steps
 from branch_replay.rollout import drafters
 from tests import memory_test
 from tests import mixer_suite
@@ -58,7 +61,7 @@ def test_states_of_windows_and_recurrences_do_not_grow_with_the_prefix():
         lambda params: br.capture(br.Decoder(config), params, group, **options),
         mixers_test.shapes_of(config),
     )
-    return sum(x.size for x in jax.tree.leaves(state.mixer))
+    return sum(x.size for x in jax.tree.leaves((state.mixer, state.saved)))
 
   config = tiny.ARCHITECTURES["delta"]
   delta = config.delta
@@ -70,15 +73,15 @@ def test_states_of_windows_and_recurrences_do_not_grow_with_the_prefix():
     found = size(config, prompt, schedule=schedule)
     assert found == 2 * (1 + chunks) * (matrix + last)
   assert size(config, 129, capacity=140) == 2 * (matrix + last)
-  # A window of 7 before: after the prefix, and before and in each chunk.
+  # A window of 7 before: after the prefix, and what each chunk pushed out.
   window = dataclasses.replace(tiny.ARCHITECTURES["mistral"], window=8)
   of_position = 2 * 2 * window.num_kv_heads * window.head_dim
   for prompt, chunks in ((17, 1), (33, 2), (129, 8)):
     found = size(window, prompt, schedule=schedule)
-    assert found == of_position * 7 * (2 + chunks)
+    assert found == of_position * 7 * (1 + chunks)
   # Chunks shorter than the window are kept whole.
   found = size(window, 129, schedule=br.Schedule(chunk_size=4))
-  assert found == of_position * (2 * 7 + 128)
+  assert found == of_position * (7 + 128)
   cotangent = jax.eval_shape(lambda: state_lib.accumulator(window, 128))
   assert sum(x.size for x in jax.tree.leaves(cotangent)) == of_position * 7
 
@@ -121,10 +124,11 @@ def test_plan_and_flops_count_what_there_is():
   # Delta layers do the same work whatever came before.
   grown = flops.forward(config, 10, 1000) - flops.forward(config, 10, 0)
   assert grown == 4 * (4 * 16 + 4 * 16) * 10 * 1000
-  _, kept = jax.eval_shape(
-      lambda params: engine.push_chunk(
-          engine.Task(br.Decoder(config)), params,
-          state_lib.empty(config, chunk), 0, keep="stages",
+  *_, (_, kept) = jax.eval_shape(
+      lambda params: steps.push(
+          spec_lib.Spec(br.Decoder(config)), params,
+          state_lib.empty(config, chunk),
+          runs.chunk(jnp.zeros(chunk, int), chunk, 0, chunk), keep="stages",
       ), params,
   )
   assert schedule_lib.layers_bytes(config) * chunk == sum(

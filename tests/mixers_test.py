@@ -12,14 +12,14 @@ import pytest
 
 import branch_replay as br
 from branch_replay import adapters
+from branch_replay import compiled
 from branch_replay import config as config_lib
-from branch_replay import engine
-from branch_replay import host_loop
-from branch_replay import passes
-from branch_replay import prefix_replay
+from branch_replay import gradients
 from branch_replay import segment
 from branch_replay import sharding
+from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
+from branch_replay import steps
 from branch_replay.models import latent_layers
 from branch_replay.ops import attention_reference as reference
 from tests import memory_test
@@ -76,8 +76,8 @@ def test_autodiff_and_the_host_loop_give_the_dense_gradient(x64):
       weights,
   ))(params)
   assert tiny.worst(by_autodiff, wanted) <= TOLERANCE
-  by_host = host_loop.value_and_grad(
-      decoder, tiny.loss, schedule=schedule, progress=False
+  by_host = br.value_and_grad(
+      decoder, tiny.loss, schedule=schedule, hosted=br.Hosted()
   )(params, group, weights)[1]
   assert tiny.worst(by_host, wanted) <= TOLERANCE
 
@@ -214,7 +214,7 @@ def test_stop_holds_the_state_of_recurrent_layers_constant(x64):
 def mean_over_draws(name, group, weights, schedule, chunks):
   """The expectation of the sampled gradient over all draws of chunks."""
   decoder, params, *_ = problem(name)
-  task = prefix_replay.make_task(
+  task = gradients.make_spec(
       decoder, group, br.LogProbs(), "sampled", schedule,
       br.Sampling(chunks=1.5),
   )
@@ -223,11 +223,11 @@ def mean_over_draws(name, group, weights, schedule, chunks):
   @jax.jit
   def run(uniform_N):
     accumulator = state_lib.accumulator(decoder.config, state.capacity)
-    grads, accumulator, *_ = engine.visit_branches(
-        task, params, engine.zero_grads(params), accumulator, state, group,
-        passes.cotangent_of(tiny.loss), (weights,),
+    grads, accumulator, *_ = compiled.visit_branches(
+        task, params, spec_lib.zero_grads(params), accumulator, state, group,
+        steps.Pull(spec_lib.cotangent_of(tiny.loss), (weights,)),
     )
-    grads, _, report = passes.prefix_pass(
+    grads, _, report = compiled.pop_chunks(
         task, params, grads, accumulator, state, uniform_N
     )
     return grads, report
@@ -261,7 +261,7 @@ def test_the_sampled_gradient_is_unbiased(x64, name):
 def test_sampling_through_recurrent_layers_is_refused():
   decoder = br.Decoder(tiny.ARCHITECTURES["hybrid"])
   with pytest.raises(ValueError, match="recurrent layers"):
-    prefix_replay.make_task(
+    gradients.make_spec(
         decoder, tiny.group(), br.LogProbs(), "sampled", br.Schedule()
     )
 

@@ -25,12 +25,10 @@ import pytest
 import branch_replay as br
 from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import engine
-from branch_replay import host_loop
 from branch_replay import presets
 from branch_replay import sharding
+from branch_replay import spec as spec_lib
 from branch_replay import tasks
-from branch_replay import tree as tree_lib
 from branch_replay.rl import advantages
 from branch_replay.rl import objectives
 from branch_replay.rollout import drafters
@@ -96,8 +94,8 @@ def gradient(*args, **options):
 
 
 def loop(*args, **options):
-  return host_loop.value_and_grad(
-      one().model, tiny.loss, progress=False, **options
+  return br.value_and_grad(
+      one().model, tiny.loss, hosted=br.Hosted(), **options
   )(*args)
 
 
@@ -476,7 +474,7 @@ CALLS = [
         r"shape \(\): its leading axes must be \(4,\)",
     ),
     (
-        lambda: tree_lib.value_and_grad(one().model, tiny.loss)(
+        lambda: br.value_and_grad(one().model, tiny.loss)(
             one().params, one().tree, np.ones(3)
         ),
         r"shape \(3,\): its leading axes must be \(8,\), one a token",
@@ -485,31 +483,31 @@ CALLS = [
     (lambda: loop(one().params, one().stacked), "not stacked groups"),
     (lambda: loop(one().params, one().tree), "group must be a Group"),
     (
-        lambda: host_loop.value_and_grad(
-            one().model, tiny.loss, prefix_gradient="sampled"
-        ),
-        "The host loop runs 'exact' and 'stop'",
+        lambda: br.value_and_grad(one().model, tiny.loss, hosted=True),
+        "hosted must be a Hosted",
     ),
-    (lambda: host_loop.value_and_grad(one().model, 3), "loss must be a"),
+    (lambda: br.Hosted(progress=1), "Hosted.progress must be True or"),
     (
-        lambda: host_loop.value_and_grad(3, tiny.loss, offload=True),
-        "model must be a Decoder",
+        lambda: br.replay(
+            one().model, one().params, one().tree, version=1
+        ),
+        "are for a Group",
     ),
     # Trees.
     (
-        lambda: tree_lib.log_probs(one().model, one().params, one().group),
-        "tree must be a Tree, not a Group",
+        lambda: br.log_probs(one().model, one().params, [1, 2]),
+        "group must be a Group, .* not a list",
     ),
     (
-        lambda: tree_lib.replay(one().other, one().params, one().tree),
+        lambda: br.replay(one().other, one().params, one().tree),
         "embed/table of shape",
     ),
     (
-        lambda: tree_lib.value_and_grad(one().config, tiny.loss),
+        lambda: br.value_and_grad(one().config, tiny.loss),
         "model must be a Decoder",
     ),
     (
-        lambda: tree_lib.log_probs(
+        lambda: br.log_probs(
             one().model, one().params, one().tree, temperature=-1
         ),
         "temperature must be > 0",
@@ -816,7 +814,7 @@ def test_advice_about_names_works_when_it_is_followed():
       lambda: log_probs(prefix_gradient="none"), r"use one of (.*)\."
   )
   for mode in modes.split(", "):
-    engine.Task(one().model, prefix_gradient=mode)
+    spec_lib.Spec(one().model, prefix_gradient=mode)
   (policies,) = advice(
       lambda: br.Schedule(activations="all"), r"use one of (.*) or None"
   )
@@ -853,9 +851,10 @@ def test_advice_about_models_works_when_it_is_followed():
   create(tails=[[1] * 300], config=config(max_positions=302)())()
   recurrent = br.Decoder(tiny.ARCHITECTURES["delta"])
   (mode,) = advice(
-      lambda: engine.Task(recurrent, prefix_gradient="sampled"), r"use '(\w+)'",
+      lambda: spec_lib.Spec(recurrent, prefix_gradient="sampled"),
+      r"use '(\w+)'",
   )
-  engine.Task(recurrent, prefix_gradient=mode)
+  spec_lib.Spec(recurrent, prefix_gradient=mode)
 
 
 def test_advice_about_groups_and_states_works_when_it_is_followed():

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import chunk_sampling
-from branch_replay import engine
-from branch_replay import passes
-from branch_replay import prefix_replay
+from branch_replay import compiled
+from branch_replay import estimators
+from branch_replay import gradients
 from branch_replay import readout
+from branch_replay import spec as spec_lib
+from branch_replay import steps
 from tests import memory_test
 from tests import tiny
 
@@ -37,7 +38,7 @@ def problem():
 
 def task_of(sampling):
   decoder, _, group, _ = problem()
-  return prefix_replay.make_task(
+  return gradients.make_spec(
       decoder, group, readout.LogProbs(), "sampled", CHUNKS, sampling
   )
 
@@ -51,9 +52,10 @@ def visited():
   @jax.jit
   def visit():
     accumulator = tuple(jnp.zeros_like(x) for x in state.mixer)
-    return engine.visit_branches(
-        task_of(br.Sampling()), params, engine.zero_grads(params), accumulator,
-        state, group, passes.cotangent_of(tiny.loss), (weights,),
+    return compiled.visit_branches(
+        task_of(br.Sampling()), params, spec_lib.zero_grads(params),
+        accumulator, state, group,
+        steps.Pull(spec_lib.cotangent_of(tiny.loss), (weights,)),
     )[:2]
 
   return state, *visit()
@@ -66,7 +68,7 @@ def prepared(sampling):
 
   @jax.jit
   def run(uniform_N):
-    gradient, _, report = passes.prefix_pass(
+    gradient, _, report = compiled.pop_chunks(
         task, params, grads, accumulator, state, uniform_N
     )
     return gradient, report
@@ -106,11 +108,7 @@ def test_the_mean_over_all_masks_is_the_exact_gradient(x64, name):
 
 def test_the_mean_over_all_masks_shows_a_missing_weight(x64, monkeypatch):
   # Negative control: the same mean, of a sampler that forgets 1/q.
-  pop = engine.pop_chunk
-  monkeypatch.setattr(
-      engine, "pop_chunk",
-      lambda *args: pop(*args[:7], 1.0, *args[8:]),  # args[7] is the scale
-  )
+  monkeypatch.setattr(estimators, "weight", lambda q, drawn: 1.0)
   mean, _, _ = mean_over_masks(prepared(LAWS["some"]))
   assert tiny.worst(mean, exact_gradient()) > 0.05
 
@@ -175,7 +173,7 @@ def test_probabilities_meet_the_budget_between_floor_and_cap():
   for budget in (0.5, 2.0, 5.5, 9.0):
     sizes = jnp.asarray(np.exp(3 * rng.normal(size=12)), jnp.float32)
     waiting = jnp.arange(12) < 10
-    q = chunk_sampling.probabilities(
+    q = estimators.probabilities(
         br.Sampling(), sizes, waiting, budget
     )
     assert float(q.sum()) == pytest.approx(budget, rel=1e-3)
@@ -211,20 +209,20 @@ def test_probabilities_of_a_narrow_accumulator_are_not_narrow(dtype):
   cotangent = 30 * rng.normal(size=(2, 2, 2, 64, 16))
   accumulator = tuple(jnp.asarray(x, dtype) for x in cotangent)
   starts_N = jnp.arange(4) * 16
-  size_N = chunk_sampling.sizes(config, accumulator, starts_N, 3)
+  size_N = estimators.sizes(config, accumulator, starts_N, 3)
   assert size_N.dtype == jnp.float32
   by_hand = np.stack([np.asarray(x, np.float64) for x in accumulator])
   by_hand = np.sqrt(
       (by_hand.reshape(2, 2, 2, 4, 16, 16) ** 2).sum(axis=(0, 1, 2, 4, 5))
   )
   np.testing.assert_allclose(size_N, by_hand, rtol=1e-6)
-  q_N = chunk_sampling.probabilities(
+  q_N = estimators.probabilities(
       br.Sampling(chunks=2), size_N, jnp.ones(4, bool), jnp.float32(2)
   )
   np.testing.assert_allclose(
       q_N, 2 * by_hand / by_hand.sum(), rtol=1e-5
   )
-  weight_N = chunk_sampling.weight(q_N, True)
+  weight_N = estimators.weight(q_N, True)
   np.testing.assert_allclose(q_N * weight_N, 1, rtol=1e-6)
 
 

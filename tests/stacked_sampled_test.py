@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import chunk_sampling
-from branch_replay import tree as tree_lib
+from branch_replay import estimators
 from branch_replay.training import algorithms
 from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib
@@ -37,7 +36,7 @@ PROMPTS = 16, 12  # prefixes of 15 and 11: four chunks of 4, and three
 def evenly(monkeypatch):
   """Draws all chunks with one probability, which makes draws known by hand."""
   monkeypatch.setattr(
-      chunk_sampling, "probabilities",
+      estimators, "probabilities",
       lambda sampling, size_N, waiting_N, budget: jnp.where(
           waiting_N, jnp.clip(budget / jnp.sum(waiting_N), 0, 1), 0
       ),
@@ -247,7 +246,7 @@ def test_a_tree_pulls_back_the_runs_that_are_drawn_and_those_with_loss(
   )
   key = jax.random.key(seed)
   weights = tree_test.weights_of(tree)
-  evaluation, found = tree_lib.value_and_grad(
+  evaluation, found = br.value_and_grad(
       model, tiny.loss, prefix_gradient="sampled", sampling=SOME,
       schedule=tree_sampled_test.SCHEDULE,
   )(params, tree, tree.sum_over_leaves(weights), key=key)

@@ -11,7 +11,6 @@ import pytest
 
 import branch_replay as br
 from branch_replay import group as group_lib
-from branch_replay import host_loop
 from branch_replay import sharding
 from branch_replay.ops import attention
 from branch_replay.ops import attention_reference as reference
@@ -129,8 +128,8 @@ def test_other_ways_to_run_give_the_same_gradient(x64, how):
   weights = tiny.weights(group)
   wanted = tiny.dense_gradient(decoder, params, group, weights)
   if how == "host loop":
-    run = host_loop.value_and_grad(
-        decoder, tiny.loss, progress=False,
+    run = br.value_and_grad(
+        decoder, tiny.loss, hosted=br.Hosted(),
         schedule=br.Schedule(branches_at_once=1),
     )
   else:

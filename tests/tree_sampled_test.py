@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import chunk_sampling
+from branch_replay import estimators
+from branch_replay import gradients
+from branch_replay import hosted
+from branch_replay import program as program_lib
 from branch_replay import sharding
-from branch_replay import tree as tree_lib
-from branch_replay import tree_draws
-from branch_replay import tree_order
 from tests import sampled_test
 from tests import tiny
 from tests import tree_test
@@ -49,7 +49,7 @@ def problem(name):
 def gradient(problem, sampling, key=None, **options):
   decoder, params, tree, weights = problem
   options = dict(schedule=SCHEDULE) | options
-  return tree_lib.value_and_grad(
+  return br.value_and_grad(
       decoder, tiny.loss, prefix_gradient="sampled", sampling=sampling,
       **options,
   )(params, tree, tree.sum_over_leaves(weights),
@@ -60,7 +60,7 @@ def mean_over_masks(problem, sampling, monkeypatch):
   """The expectation over all draws, and how many runs are expected."""
   def run(uniform_N):
     monkeypatch.setattr(
-        chunk_sampling, "uniforms", lambda key, count: uniform_N
+        estimators, "uniforms", lambda key, count: uniform_N
     )
     evaluation, grads = gradient(problem, sampling)
     return grads, evaluation.prefix_pass
@@ -84,7 +84,7 @@ def test_the_mean_over_all_draws_is_the_exact_gradient(
 
 
 def test_the_mean_over_all_draws_shows_a_missing_weight(x64, monkeypatch):
-  monkeypatch.setattr(chunk_sampling, "weight", lambda q, drawn: 1.0)
+  monkeypatch.setattr(estimators, "weight", lambda q, drawn: 1.0)
   arguments = problem("mistral")  # a model that no other test has compiled
   mean, _ = mean_over_masks(arguments, LAWS["fewer"], monkeypatch)
   assert tiny.worst(mean, tree_test.dense_gradient(*arguments)) > 0.05
@@ -105,7 +105,7 @@ def test_one_pass_and_autodiff_draw_the_same_runs_on_any_devices(x64):
   sampling = LAWS["fewer"]
   one, found = gradient(arguments, sampling)
   by_autodiff = jax.grad(lambda params: tiny.loss(
-      tree_lib.log_probs(
+      br.log_probs(
           decoder, params, tree, prefix_gradient="sampled", schedule=SCHEDULE,
           sampling=sampling, key=jax.random.key(0),
       ), weights,
@@ -132,7 +132,7 @@ def test_sizes_are_those_of_the_runs_that_are_open():
       for i in range(2)
   )
   starts = jnp.array([0, 2, 5, 2**31 - 1])
-  found = chunk_sampling.sizes(config, total, starts, 2)
+  found = estimators.sizes(config, total, starts, 2)
   wanted = [
       np.sqrt(sum(np.sum(np.square(x[:, :, a:b])) for x in total))
       for a, b in ((0, 2), (2, 5), (5, 8))
@@ -144,26 +144,26 @@ def test_runs_with_loss_are_not_drawn():
   """And the budget is shared out between what is open and what is to come."""
   *_, tree, _ = problem("llama")
   decoder, _ = tiny.model(tiny.BASE)
-  task, program = tree_lib.plan(
+  task, program = gradients.plan_tree(
       decoder, tree, br.LogProbs(), "sampled", SCHEDULE,
       sampling=br.Sampling(chunks=2),
   )
   opened = program.inner
-  assert [run.read for run in opened].count(False) == 4
+  assert [run.read is None for run in opened].count(True) == 4
   assert any(run.read for run in opened) and program.depth == 4
-  draws, turns = tree_draws.Draws(task, program, jax.random.key(0)), []
-  spent = chunk_sampling.PrefixPass(jnp.float32(0.25), True, 1.0)
-  for kind, run in program.steps:
-    if kind == tree_order.Kind.OPEN:
+  draws, turns = hosted.Draws(task, program, jax.random.key(0)), []
+  spent = estimators.PrefixPass(jnp.float32(0.25), True, 1.0)
+  for kind, run, _ in program.steps:
+    if kind == program_lib.Kind.OPEN:
       draws.opened(run)
-    elif kind == tree_order.Kind.CLOSE:
+    elif kind == program_lib.Kind.CLOSE:
       turn = draws.turn()
-      assert (turn is None) == run.read
+      assert (turn is None) == (run.read is not None)
       turns += [turn] * (turn is not None)
       draws.closed(turn and spent)
   # Three of four runs are open at first, then the last one is with the root's.
   assert [float(turn.budget) for turn in turns] == pytest.approx(
       [2 * 3 / 4, 1.75, 1.5, 1.25]
   )
-  assert [int(turn.waiting.sum()) for turn in turns] == [3, 3, 2, 1]
+  assert [int(turn.waiting_N.sum()) for turn in turns] == [3, 3, 2, 1]
   chex.assert_trees_all_equal(draws.report().probability, jnp.full(4, 0.25))

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import branch_replay as br
+from branch_replay import gradients
+from branch_replay import hosted
+from branch_replay import program as program_lib
 from branch_replay import sharding
+from branch_replay import state as state_lib
 from branch_replay import token_tree
-from branch_replay import tree as tree_lib
-from branch_replay import tree_order
-from branch_replay import tree_passes
-from branch_replay import tree_steps
 from branch_replay.ops import attention_reference as reference
+from branch_replay.program import Kind
 from branch_replay.token_tree import NO_PARENT
 from branch_replay.token_tree import NOWHERE
 from branch_replay.token_tree import Turn
-from branch_replay.tree_order import Kind
 from tests import tiny
 
 TOLERANCE = 1e-11  # float64, relative, worst parameter
@@ -77,13 +77,13 @@ def weights_of(tree, seed=1):
 def dense_gradient(decoder, params, tree, weights_GS):
   """The ground truth: whole sequences, plain attention, ordinary autodiff."""
   return jax.jit(jax.grad(lambda params: tiny.loss(
-      tree_lib.dense_log_probs(decoder, params, tree), weights_GS
+      br.dense_log_probs(decoder, params, tree), weights_GS
   )))(params)
 
 
 def one_pass(decoder, params, tree, weights_GS, **options):
   options = dict(schedule=SCHEDULE) | options
-  return tree_lib.value_and_grad(decoder, tiny.loss, **options)(
+  return br.value_and_grad(decoder, tiny.loss, **options)(
       params, tree, tree.sum_over_leaves(weights_GS)
   )
 
@@ -91,7 +91,7 @@ def one_pass(decoder, params, tree, weights_GS, **options):
 def by_autodiff(decoder, params, tree, weights_GS, **options):
   options = dict(schedule=SCHEDULE) | options
   return jax.grad(lambda params: tiny.loss(
-      tree_lib.log_probs(decoder, params, tree, **options), weights_GS
+      br.log_probs(decoder, params, tree, **options), weights_GS
   ))(params)
 
 
@@ -109,7 +109,7 @@ def test_exact_equals_dense_for_every_mixer(x64, name):
   wanted = dense_gradient(*arguments)
   (value, outputs, _), gradient = one_pass(*arguments)
   assert tiny.worst(gradient, wanted) <= TOLERANCE
-  dense = tree_lib.dense_log_probs(decoder, params, tree)
+  dense = br.dense_log_probs(decoder, params, tree)
   np.testing.assert_allclose(tree.by_leaf(outputs), dense, atol=1e-12)
   np.testing.assert_allclose(value, tiny.loss(dense, weights), rtol=1e-12)
 
@@ -142,13 +142,13 @@ def test_every_policy_gives_the_dense_gradient(x64, name, activations):
 
 def test_full_runs_every_sequence_on_its_own(x64):
   arguments = decoder, params, tree, weights = problem()
-  program = tree_order.program(tree, "full", chunk_size=7)
+  program = program_lib.of_tree(tree, "full", chunk_size=7)
   # The empty leaf has no output that its siblings do not have too.
   assert [step.kind for step in program.steps] == [Kind.VISIT] * 8
   assert program.capacity == 0
   (value, outputs, _), found = one_pass(*arguments, prefix_gradient="full")
   assert tiny.worst(found, dense_gradient(*arguments)) <= TOLERANCE
-  dense = tree_lib.dense_log_probs(decoder, params, tree)
+  dense = br.dense_log_probs(decoder, params, tree)
   np.testing.assert_allclose(tree.by_leaf(outputs), dense, atol=1e-12)
 
 
@@ -208,11 +208,11 @@ def test_several_devices_give_the_dense_gradient(x64, name, devices):
   schedule = br.Schedule(
       chunk_size=8, activations="recompute", layout=layout
   )
-  (_, outputs, _), found = tree_lib.value_and_grad(
+  (_, outputs, _), found = br.value_and_grad(
       decoder, tiny.loss, schedule=schedule
   )(layout.place(params), tree, tree.sum_over_leaves(weights))
   assert tiny.worst(found, dense_gradient(*arguments)) <= TOLERANCE
-  dense = tree_lib.dense_log_probs(decoder, params, tree)
+  dense = br.dense_log_probs(decoder, params, tree)
   np.testing.assert_allclose(tree.by_leaf(outputs), dense, atol=1e-12)
 
 
@@ -249,13 +249,12 @@ def test_a_root_of_one_token_leaves_nothing_to_push(x64):
   )
   assert tree.is_group
   weights = weights_of(tree)
-  task, program = tree_lib.plan(
+  task, program = gradients.plan_tree(
       decoder, tree, br.LogProbs(), "exact", SCHEDULE
   )
   assert program.capacity == 0
-  _, found = tree_passes.gradient(
-      task, params, program, tree.tokens.size, tiny.loss,
-      (tree.sum_over_leaves(weights),),
+  _, found = hosted.gradient(
+      task, params, program, tiny.loss, (tree.sum_over_leaves(weights),)
   )
   wanted = dense_gradient(decoder, params, tree, weights)
   assert tiny.worst(found, wanted) <= TOLERANCE
@@ -270,7 +269,7 @@ def test_perturbing_one_leaf_leaves_the_others_bit_equal():
   tokens[mine] = (tokens[mine] + 1) % 64
   other = dataclasses.replace(tree, tokens=tokens)
   before, after = (
-      np.asarray(tree_lib.log_probs(decoder, params, x, schedule=SCHEDULE))
+      np.asarray(br.log_probs(decoder, params, x, schedule=SCHEDULE))
       for x in (tree, other)
   )
   rest = np.delete(np.arange(len(before)), 1)
@@ -282,7 +281,7 @@ def test_perturbing_one_leaf_leaves_the_others_bit_equal():
 
 def test_another_tree_of_the_same_buckets_compiles_nothing():
   decoder, params = tiny.model(tiny.BASE)
-  steps = tree_steps.open_run, tree_steps.visit, tree_steps.close
+  steps = hosted._push, hosted._visit, hosted._pop
 
   def compiled():
     return [step._cache_size() for step in steps]
@@ -295,7 +294,7 @@ def test_another_tree_of_the_same_buckets_compiles_nothing():
                            ]), (6, [(3, []), (1, [])])]),
   )):
     tree = make(shape, seed)
-    tree_lib.value_and_grad(decoder, tiny.loss, schedule=SCHEDULE)(
+    br.value_and_grad(decoder, tiny.loss, schedule=SCHEDULE)(
         params, tree, tree.sum_over_leaves(weights_of(tree))
     )
     found.append(compiled())
@@ -306,7 +305,7 @@ def test_memory_is_that_of_one_path():
   """More leaves and segments leave the state as large as it is."""
   wide = (21, [(19, [(17, [(3, [])] * 3), (4, [])])] * 6)
   programs = [
-      tree_order.program(make(shape), "exact", chunk_size=7)
+      program_lib.of_tree(make(shape), "exact", chunk_size=7)
       for shape in (SHAPE, wide)
   ]
   assert programs[0].capacity == programs[1].capacity == 64
@@ -319,33 +318,38 @@ def test_no_step_copies_the_state_or_its_cotangent(step):
   decoder, params = tiny.model(tiny.BASE)
   tree = make()
   mode = "stop" if step == "stop" else "exact"
-  task, program = tree_lib.plan(decoder, tree, br.LogProbs(), mode, SCHEDULE)
-  run = next(
-      run for kind, run in program.steps
+  task, program = gradients.plan_tree(
+      decoder, tree, br.LogProbs(), mode, SCHEDULE
+  )
+  run, places = next(
+      (run, places) for kind, run, places in program.steps
       if run.read and (kind == Kind.VISIT) == (step == "visit")
   )
 
   def temporaries(capacity):
-    held, now = jax.eval_shape(
-        lambda: tree_steps.empty(task, capacity, params)
-    )
-    grads, total, of_now = jax.eval_shape(
-        lambda: tree_steps.start(task, capacity, params)
-    )
-    args = (jax.ShapeDtypeStruct(run.tokens.shape, jnp.float32),)
+    state = jax.eval_shape(lambda: hosted._empty(task, capacity, params))
+    grads = jax.eval_shape(lambda: hosted._zero_grads(task, params))
+    total = None
+    if mode == "exact":
+      total = jax.eval_shape(
+          lambda: hosted._zero_total(task, capacity, params)
+      )
+    args = (jax.ShapeDtypeStruct(run.tokens_RS.shape, jnp.float32),)
+    rest = state_lib.rest_of(tiny.BASE, total) if total else None
     lowered = {
-        "open": lambda: tree_steps.open_run.lower(
-            task, False, None, params, held, now, run
+        "open": lambda: hosted._push.lower(
+            task, None, False, params, state, run
         ),
-        "visit": lambda: tree_steps.visit.lower(
-            task, tiny.loss, params, grads, total, of_now, held, now, run, args
+        "visit": lambda: hosted._visit.lower(
+            task, tiny.loss, params, grads, total, state, run, places, args,
+            None,
         ),
-        "close": lambda: tree_steps.close.lower(
-            task, tiny.loss, True, params, grads, total, of_now, of_now, held,
-            now, {}, run, None, args,
+        "close": lambda: hosted._pop.lower(
+            task, tiny.loss, True, params, grads, total, state, run,
+            hosted._Open((), None, rest), places, args, None, None,
         ),
-        "stop": lambda: tree_steps.open_and_visit.lower(
-            task, tiny.loss, params, grads, held, now, run, args
+        "stop": lambda: hosted._push_and_visit.lower(
+            task, tiny.loss, params, grads, state, run, places, args, None
         ),
     }[step]()
     return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -358,40 +362,41 @@ def test_no_step_copies_the_state_or_its_cotangent(step):
 def test_each_distinct_token_is_run_once():
   shape = (40, [(30, [(20, [(9, []), (8, [])]), (7, [])]), (31, [])])
   tree = make(shape)
-  program = tree_order.program(tree, "exact", chunk_size=1024)
+  program = program_lib.of_tree(tree, "exact", chunk_size=1024)
   # The last token of a leaf predicts nothing: four leaves; a child more than
   # one of the root, of the segment of 30, and of that of 20.
   distinct = 40 + 30 + 20 + 9 + 8 + 7 + 31
   assert program.tokens == distinct - 4 + 3
   opened = [
-      (int(run.first), int(run.lengths[0])) for kind, run in program.steps
+      (int(run.first), int(run.lengths_R[0])) for kind, run, _ in program.steps
       if kind == Kind.OPEN
   ]
   assert opened == [(0, 39), (39, 30), (69, 20)]
   stack = []
-  for kind, run in program.steps:  # depth first, closed as opened
+  for kind, run, _ in program.steps:  # depth first, closed as opened
     if kind == Kind.OPEN:
       stack.append(run)
     elif kind == Kind.CLOSE:
       assert run is stack.pop()
     else:
-      assert run.first == sum(int(x.lengths[0]) for x in stack)
+      assert run.first == sum(int(x.lengths_R[0]) for x in stack)
   assert not stack
 
 
 def test_targets_are_read_once_whatever_the_devices():
   tree = make()
   for devices in (1, 3, 8):
-    program = tree_order.program(
+    program = program_lib.of_tree(
         tree, "exact", chunk_size=16, devices=devices
     )
     places = np.concatenate([
-        run.index[run.index >= 0] for run in program.started
+        places[places >= 0] for kind, _, places in program.steps
+        if kind != Kind.CLOSE and places is not None
     ])
     np.testing.assert_array_equal(np.sort(places), np.flatnonzero(tree.trained))
     for run in program.started:
       assert run.first % devices == 0
-      assert run.tokens.shape[1] % devices == 0
+      assert run.tokens_RS.shape[1] % devices == 0
 
 
 def test_what_no_output_depends_on_is_not_run():
@@ -401,11 +406,11 @@ def test_what_no_output_depends_on_is_not_run():
   tree = br.Tree.from_sequences(
       sequences, config=tiny.BASE, trained=trained
   )
-  program = tree_order.program(tree, "exact", chunk_size=1024)
+  program = program_lib.of_tree(tree, "exact", chunk_size=1024)
   assert [step.kind for step in program.steps] == [
       Kind.OPEN, Kind.VISIT, Kind.CLOSE
   ]
-  assert program.started[1].lengths.tolist() == [2]
+  assert program.started[1].lengths_R.tolist() == [2]
 
 
 def test_a_tree_by_hand():
@@ -462,19 +467,19 @@ def test_errors():
     br.Tree.from_turns([[Turn([], False)]], config=tiny.BASE)
   tree = make_tree([[1, 2, 3], [1, 2, 4]], config=tiny.BASE)
   with pytest.raises(ValueError, match="'sampled' draws chunks: pass key="):
-    tree_lib.log_probs(decoder, params, tree, prefix_gradient="sampled")
+    br.log_probs(decoder, params, tree, prefix_gradient="sampled")
   with pytest.raises(ValueError, match="Unknown prefix_gradient 'half'"):
-    tree_lib.log_probs(decoder, params, tree, prefix_gradient="half")
-  with pytest.raises(TypeError, match="must be a Tree, not a list"):
-    tree_lib.replay(decoder, params, [1, 2])
+    br.log_probs(decoder, params, tree, prefix_gradient="half")
+  with pytest.raises(TypeError, match="must be a Group, .*not a list"):
+    br.replay(decoder, params, [1, 2])
   silent = dataclasses.replace(tree, trained=np.zeros(8, bool))
   with pytest.raises(ValueError, match="No token of the tree carries loss"):
-    tree_lib.replay(decoder, params, silent)
+    br.replay(decoder, params, silent)
   orphan = dataclasses.replace(tree, parents=np.array([NO_PARENT, 2, 0]))
   with pytest.raises(ValueError, match="comes after its parent"):
     token_tree.check(orphan, tiny.BASE)
   with pytest.raises(ValueError, match="tree.tokens.size"):
-    tree_lib.value_and_grad(decoder, tiny.loss)(params, tree, np.ones(3))
+    br.value_and_grad(decoder, tiny.loss)(params, tree, np.ones(3))
 
 
 def test_a_tree_may_be_closed_over_under_jit():

@@ -56,17 +56,23 @@ def fit(stack, here: int):
 
 
 def push(stack, present, chunk: sizes_lib.Chunk):
-  """The state with a chunk's keys and values, and nothing to undo."""
+  """The state with a chunk's keys and values."""
   return tuple(
       lax.dynamic_update_slice_in_dim(
           x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
       )
       for x, new in zip(stack, present, strict=True)
-  ), ()
+  )
 
 
-def undo(stack, saved, chunk: sizes_lib.Chunk):
-  """The same: positions past the state's length are not seen."""
+def save(stack, size: int):
+  """Nothing: positions past those of a segment's prefix are not seen."""
+  del stack, size
+  return ()
+
+
+def restore(stack, saved, chunk: sizes_lib.Chunk):
+  """The state as it is, see `save`."""
   del saved, chunk
   return stack
 

@@ -3,8 +3,8 @@
 """Gated delta layers; see `mixers.kinds`.
 
 A prefix of any length leaves behind one matrix a value head and the last inputs
-of the convolution. Pushing a chunk hands back those before it, because popping
-it runs it again from there. Heads are dealt to the devices in
+of the convolution. Those before a chunk are kept, because popping it runs it
+again from there. Heads are dealt to the devices in
 blocks, padded where their number does not divide: inputs travel to the device
 of their head, outputs to that of their token.
 """
@@ -71,22 +71,25 @@ def fit(stack: Left, here: int) -> Left:
   return stack
 
 
-def push(stack: Left, present: Left, chunk: sizes_lib.Chunk):
-  """The state after a chunk, and the one before it."""
-  del chunk
-  return present, stack
+def push(stack: Left, present: Left, chunk: sizes_lib.Chunk) -> Left:
+  """The state after a chunk."""
+  del stack, chunk
+  return present
 
 
-def undo(stack: Left, saved: Left, chunk: sizes_lib.Chunk) -> Left:
+def save(stack: Left, size: int) -> Left:
+  """All of it."""
+  del size
+  return stack
+
+
+def restore(stack: Left, saved: Left, chunk: sizes_lib.Chunk) -> Left:
   """The state before the chunk that was pushed last."""
   del stack, chunk
   return saved
 
 
-def extend(stack: Left, present: Left, chunk: sizes_lib.Chunk) -> Left:
-  """`push` of what is never undone."""
-  del stack, chunk
-  return present
+extend = push
 
 
 def skip(stack: Left, chunk: sizes_lib.Chunk) -> Left:

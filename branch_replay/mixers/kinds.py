@@ -10,8 +10,8 @@ engine maps over the stacks of a model without knowing what is in them:
   empty, accumulator a state of no positions, and zeros for its cotangent;
   seen               the part of a state that a segment continues from;
   push, extend       append what a chunk, or more of a prompt, left behind;
-                     push also hands back what undoing it takes;
-  undo               the state before the chunk that was pushed last;
+  save, restore      what popping a chunk needs of the state before it, and
+                     that state from the one after it;
   skip               the cotangent where a chunk is not popped;
   fit                the state with room for another number of positions;
   forward, backward  one layer of a segment, there and back;

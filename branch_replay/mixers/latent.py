@@ -15,7 +15,8 @@ from branch_replay.models import latent_layers
 
 MIXED = 2  # queries and latents
 STAGE = "rotate"
-undo, skip, settle = full.undo, full.skip, full.settle
+save, restore = full.save, full.restore
+skip, settle = full.skip, full.settle
 
 
 def _zeros(config, count: int, slots: int, dtype):
@@ -43,9 +44,8 @@ def fit(stack, here: int):
 
 
 def push(stack, present, chunk: sizes_lib.Chunk):
-  """The state with a chunk's latents, and nothing to undo."""
-  (stack,), saved = full.push((stack,), present[:1], chunk)
-  return stack, saved
+  """The state with a chunk's latents."""
+  return full.push((stack,), present[:1], chunk)[0]
 
 
 def extend(stack, present, chunk: sizes_lib.Chunk):

@@ -4,8 +4,8 @@
 
 A segment continues from the last W − 1 positions before it. They stand in W'
 slots, W − 1 rounded up to the devices, and so does the cotangent of a prefix of
-any length. Popping a chunk needs the window before it: pushing it hands back
-the positions that fall out, at most W' of them.
+any length. Popping a chunk needs the window before it: the positions
+that pushing it pushed out, at most W', are kept.
 
 Position p is on device p mod n here as anywhere: slot i of a device is the i-th
 of its own among the W' positions before the segment. Slots of positions before
@@ -62,20 +62,24 @@ def fit(stack: _Pair, here: int) -> _Pair:
   return stack
 
 
-def push(stack: _Pair, present, chunk: sizes_lib.Chunk):
-  """The window after a chunk, and the positions that it pushed out."""
+def push(stack: _Pair, present, chunk: sizes_lib.Chunk) -> _Pair:
+  """The window after a chunk, which may end in padding."""
   present = tuple(x[:, :, 0] for x in present)
-  slots, size = stack[0].shape[2], present[0].shape[2]
-  after = tuple(
+  slots = stack[0].shape[2]
+  return tuple(
       lax.dynamic_slice_in_dim(
           jnp.concatenate([old, new], axis=2), chunk.tokens, slots, axis=2
       )
       for old, new in zip(stack, present, strict=True)
   )
-  return after, tuple(x[:, :, : min(slots, size)] for x in stack)
 
 
-def undo(stack: _Pair, saved: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
+def save(stack: _Pair, size: int) -> _Pair:
+  """What a chunk of `size` positions may push out of the window."""
+  return tuple(x[:, :, : min(x.shape[2], size)] for x in stack)
+
+
+def restore(stack: _Pair, saved: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
   """The window before the chunk that was pushed last."""
   def of(x, oldest):
     slots, count = x.shape[2], oldest.shape[2]
@@ -90,8 +94,8 @@ def undo(stack: _Pair, saved: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
 
 
 def extend(stack: _Pair, present, chunk: sizes_lib.Chunk) -> _Pair:
-  """`push` of what is never undone."""
-  return push(stack, present, chunk)[0]
+  """`push`, of any number of positions."""
+  return push(stack, present, chunk)
 
 
 def skip(stack: _Pair, chunk: sizes_lib.Chunk) -> _Pair:

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import host_loop
 from branch_replay import readout
 from branch_replay import sharding
-from branch_replay import tree as tree_lib
 from branch_replay.ops import gated_delta
 from branch_replay.ops import tiling
 from tests import tiny
@@ -136,7 +134,6 @@ def prepare(problem, run, model, params):
   options = options_of(problem, run, params)
   layout = options["schedule"].layout
   key = jax.random.key(problem.seed)
-  library = tree_lib if problem.kind == "tree" else br
   placed = run.devices > 1 and problem.seed % 2
 
   def more_of(params, data):
@@ -152,7 +149,7 @@ def prepare(problem, run, model, params):
 
   def by_autodiff(params, data, weights):
     def loss(params):
-      outputs = library.replay(
+      outputs = br.replay(
           model, params, data, **options, **more_of(params, data)
       )
       return tiny.loss(outputs, weights), outputs
@@ -164,12 +161,12 @@ def prepare(problem, run, model, params):
     return by_autodiff
   options |= dict(trainable=problem.trainable, balance=problem.balance)
   if run.driver in ("host", "offload"):
-    function = host_loop.value_and_grad(
-        model, tiny.loss, progress=False, offload=run.driver == "offload",
-        **options,
+    function = br.value_and_grad(
+        model, tiny.loss, **options,
+        hosted=br.Hosted(offload=run.driver == "offload"),
     )
   else:
-    function = library.value_and_grad(model, tiny.loss, **options)
+    function = br.value_and_grad(model, tiny.loss, **options)
   if run.driver == "jit":
     function = jax.jit(function)
 
