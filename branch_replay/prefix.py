@@ -49,8 +49,8 @@ def capture(
     version: u32 to mark the state with, instead of a fingerprint of `params`.
 
   Returns:
-    The state. It belongs to these parameters and to the model's config, but
-    for the fields that change nothing that is computed.
+    The state, a constant under autodiff. It belongs to these parameters and to
+    the model's config, but for the fields that change nothing that is computed.
 
   Raises:
     ValueError: an empty prompt, an id outside the vocabulary, more positions
@@ -76,6 +76,7 @@ def capture(
       raise ValueError(
           f"capacity={capacity} is less than the prefix of {length} positions."
       )
+  params = jax.lax.stop_gradient(params)  # a state has no derivative
   if version is None:
     version = fingerprint.of_params(params)
   state = compiled.capture(spec, params, prompt, version, capacity or 0)
@@ -123,6 +124,7 @@ def extend(
   group_lib.check_positions(length, model.config)
   check_model(state, model.config)
   check_version(state, params, version)
+  params = jax.lax.stop_gradient(params)
   if length > state.capacity:
     raise ValueError(
         f"The state is full: {int(state.length)} of {state.capacity} positions "
