@@ -25,13 +25,13 @@ from branch_replay.chunk_sampling import Sampling
 from branch_replay.config import Experts
 from branch_replay.config import GatedDelta
 from branch_replay.config import LatentAttention
-from branch_replay.config import LayerKind
 from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
 from branch_replay.config import YarnScaling
 from branch_replay.group import Group
 from branch_replay.group import stack
+from branch_replay.mixers.mixer import Mixer
 from branch_replay.models.decoder import Decoder
 from branch_replay.prefix import capture
 from branch_replay.prefix import extend
@@ -60,10 +60,10 @@ __all__ = [
     "Group",
     "Law",
     "LatentAttention",
-    "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
     "LogProbs",
+    "Mixer",
     "ModelConfig",
     "PrefixState",
     "Rollout",

@@ -37,6 +37,7 @@ from branch_replay import rows as rows_lib
 from branch_replay import schedule as schedule_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 from branch_replay.models import decoder
 from branch_replay.ops import tiling
@@ -63,7 +64,7 @@ class Task:
     schedule_lib.check(self.schedule)
     schedule_lib.check_mode(self.prefix_gradient)
     checks.instance(self.sampling, "sampling", chunk_sampling.Sampling)
-    if self.prefix_gradient == "sampled" and self.config.recurrent:
+    if self.prefix_gradient == "sampled" and kinds.recurrent(self.config):
       raise ValueError(
           "prefix_gradient='sampled' through recurrent layers would multiply "
           "the weights of chunks: use 'exact'."
@@ -367,7 +368,8 @@ def _chunk(task: Task, tokens, seen, index, size, length):
   layout, start = task.layout, index * size
   positions_C = layout.positions(start, size)
   lengths_G = None
-  if task.config.recurrent:  # attention cannot see what is past the length
+  # Attention cannot see what is past the length.
+  if kinds.recurrent(task.config):
     lengths_G = jnp.clip(length - start, 0, size)[None]
   chunk = _stretch(task, index, size, length)
   context = segment.Context(seen, chunk.start, positions_C[None], lengths_G)

@@ -25,6 +25,7 @@ from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
 
@@ -77,7 +78,7 @@ def value_and_grad(
 
   params_lib.check_model(model)
   prefix_replay.check_loss(loss)
-  if offload and not model.config.positional:
+  if offload and not kinds.positional(model.config):
     raise ValueError(
         "offload=True is for full and latent attention: the state of "
         f"{model.config.layer_pattern} does not grow with the prefix."

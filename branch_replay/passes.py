@@ -22,6 +22,7 @@ from branch_replay import engine
 from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay.layout import Layout
+from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 
 
@@ -133,7 +134,7 @@ def extend(model, params, state, tokens, length):
   real = length - state.length
   context = segment.Context(
       state_lib.seen(model.config, state.mixer), state.length,
-      positions[None], real[None] if model.config.recurrent else None,
+      positions[None], real[None] if kinds.recurrent(model.config) else None,
   )
   _, present, _ = segment.forward(
       model.config, params["layers"],

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import pattern
-from branch_replay.mixers import attention
 from branch_replay.mixers import kinds
+from branch_replay.mixers import places
 from branch_replay.mixers import sizes as sizes_lib
 
 
@@ -110,7 +110,7 @@ def empty(
   return PrefixState(
       mixer=pattern.build(
           config,
-          lambda kind, count: kinds.mixer(kind).empty(config, count, sizes),
+          lambda kind, count: kinds.of(config, kind).empty(count, sizes),
       ),
       tokens=jnp.zeros(capacity, jnp.int32),
       length=jnp.zeros((), jnp.int32),
@@ -146,8 +146,8 @@ def accumulator(
   sizes = sizes_lib.Sizes(capacity, capacity, devices)
   return pattern.build(
       config,
-      lambda kind, count: kinds.mixer(kind).accumulator(
-          config, count, sizes, dtype
+      lambda kind, count: kinds.of(config, kind).accumulator(
+          count, sizes, dtype
       ),
   )
 
@@ -163,7 +163,8 @@ def seen(config: config_lib.ModelConfig, mixer, index=None, size: int = 0):
   """
   return pattern.over(
       config,
-      lambda kind, stack: kinds.mixer(kind).seen(stack, index, size), mixer,
+      lambda kind, stack: kinds.of(config, kind).seen(stack, index, size),
+      mixer,
   )
 
 
@@ -196,7 +197,7 @@ def push(
   """
   mixer = push_mixer(config, state.mixer, present, chunk)
   choices = jax.tree.map(
-      lambda x, new: attention.push((x,), (new,), chunk)[0],
+      lambda x, new: places.push((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
   return dataclasses.replace(state, mixer=mixer, choices=choices)
@@ -206,7 +207,7 @@ def push_mixer(config: config_lib.ModelConfig, mixer, present, chunk):
   """`push` of the mixer state alone."""
   return pattern.over(
       config,
-      lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
+      lambda kind, stack, new: kinds.of(config, kind).push(stack, new, chunk),
       mixer, present.mixer,
   )
 
@@ -220,11 +221,11 @@ def extend(
   """
   mixer = pattern.over(
       config,
-      lambda kind, stack, new: kinds.mixer(kind).extend(stack, new, chunk),
+      lambda kind, stack, new: kinds.of(config, kind).extend(stack, new, chunk),
       state.mixer, present.mixer,
   )
   choices = jax.tree.map(
-      lambda x, new: attention.extend((x,), (new,), chunk)[0],
+      lambda x, new: places.extend((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
   return dataclasses.replace(state, mixer=mixer, choices=choices)
@@ -234,14 +235,15 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
   """The cotangent where a chunk's turn to be popped passes."""
   return pattern.over(
       config,
-      lambda kind, stack: kinds.mixer(kind).skip(stack, chunk), accumulator,
+      lambda kind, stack: kinds.of(config, kind).skip(stack, chunk),
+      accumulator,
   )
 
 
 def positions(config: config_lib.ModelConfig, accumulator, state) -> int:
   """Positions of all devices that an accumulator has room for."""
   for kind, stack in pattern.leaves(config, accumulator):
-    if config_lib.has_places(kind):
+    if kinds.of(config, kind).positional:
       return stack[0].shape[2] * state.devices
   return state.capacity
 
@@ -250,12 +252,12 @@ def complete(
     config: config_lib.ModelConfig, state: PrefixState, popped: Chunks
 ) -> bool:
   """Whether all that popping these chunks needs is there."""
-  if config.positional:
+  if kinds.positional(config):
     return True
   # Arrays of all devices, and so the positions of all: both sides have n
   # times as many as one device's share.
   return state.capacity == popped.capacity and all(
-      kinds.mixer(kind).complete(stack, popped.count, popped.size)
+      kinds.of(config, kind).complete(stack, popped.count, popped.size)
       for kind, stack in pattern.leaves(config, state.mixer)
   )
 
@@ -269,8 +271,8 @@ def caches(
   """
   return pattern.over(
       config,
-      lambda kind, stack: kinds.mixer(kind).cache(
-          config, jax.tree.leaves(stack)[0].shape[0], branches, tokens, stack
+      lambda kind, stack: kinds.of(config, kind).cache(
+          jax.tree.leaves(stack)[0].shape[0], branches, tokens, stack
       ),
       mixer,
   )
@@ -290,11 +292,11 @@ def resize(
   return dataclasses.replace(
       state,
       mixer=pattern.over(
-          config, lambda kind, stack: kinds.mixer(kind).fit(stack, here),
+          config, lambda kind, stack: kinds.of(config, kind).fit(stack, here),
           state.mixer,
       ),
       tokens=jnp.pad(state.tokens, (0, room))[:capacity],
       choices=jax.tree.map(
-          lambda x: attention.fit((x,), here)[0], state.choices
+          lambda x: places.fit((x,), here)[0], state.choices
       ),
   )

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from branch_replay import balance as balance_lib
 from branch_replay import chunk_sampling
-from branch_replay import config as config_lib
 from branch_replay import engine
 from branch_replay import passes
 from branch_replay import pattern
@@ -25,6 +24,7 @@ from branch_replay import segment
 from branch_replay import state as state_lib
 from branch_replay import token_tree
 from branch_replay import tree_draws
+from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 
 
@@ -374,7 +374,7 @@ def _part(config, mixer):
     return pattern.over(
         config,
         lambda kind, stack: stack
-        if config_lib.has_places(kind) == positional else (),
+        if kinds.of(config, kind).positional == positional else (),
         mixer,
     )
 
@@ -385,6 +385,7 @@ def _whole(config, held, rest):
   """Undoes `_part`."""
   return pattern.over(
       config,
-      lambda kind, *halves: halves[0 if config_lib.has_places(kind) else 1],
+      lambda kind, held, rest:
+      held if kinds.of(config, kind).positional else rest,
       held, rest,
   )
