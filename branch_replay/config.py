@@ -132,7 +132,8 @@ Kind = str | type
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-# What `ModelConfig` reads of a class in its pattern; `mixers.Mixer` has more.
+# What a class in a pattern must have, besides the methods that `mixers.Mixer`
+# leaves to its subclasses.
 _OF_MIXER = (
     "positional", "recurrent", "stage", "takes", "geometry", "project", "mix",
     "join",
