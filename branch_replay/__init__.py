@@ -24,11 +24,11 @@ one a token and choice.
 from branch_replay.config import Experts
 from branch_replay.config import GatedDelta
 from branch_replay.config import LatentAttention
-from branch_replay.config import LayerKind
 from branch_replay.config import LinearScaling
 from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
 from branch_replay.config import YarnScaling
+from branch_replay.mixers.mixer import Mixer
 from branch_replay.prefix import capture
 from branch_replay.prefix import extend
 from branch_replay.estimators import Sampling
@@ -62,10 +62,10 @@ __all__ = [
     "Hosted",
     "Law",
     "LatentAttention",
-    "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
     "LogProbs",
+    "Mixer",
     "ModelConfig",
     "PrefixState",
     "Rollout",

@@ -5,7 +5,6 @@
 import dataclasses
 import math
 import numbers
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -123,67 +122,53 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
-# Token mixers a layer may have, beside those that are `LayerKind`s.
-KINDS = ("full", "sliding", "latent", "delta")
+# Names of token mixers, each with the field of `ModelConfig` that its layers
+# need and others must not have.
+KINDS = {
+    "full": None, "sliding": "window", "latent": "latent", "delta": "delta",
+}
+# A name, or a subclass of `mixers.Mixer`.
+Kind = str | type
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerKind:
-  """A kind of layer of one's own, to stand in `ModelConfig.layer_pattern`.
-
-  Work and memory are counted as those of a layer of full attention. See
-  docs/extending.md.
-
-  Attributes:
-    name: for messages.
-    mixer: a module or a class with what `mixers.kinds` lists; its STAGE is
-      "mix".
-    project: linen module of a config, x_GTM ↦ a tuple of projections.
-    mix: linen module of a config, (the first MIXED projections, positions_GT,
-      attend) ↦ out, of whole sequences: what the mixer must agree with.
-    join: linen module of a config, (x_GTM, out, *the other projections) ↦
-      h_GTM.
-    positional: whether the state is a tuple of arrays [L, K, P, D] with a place
-      for every position.
-    recurrent: whether the state goes from token to token, so that padding must
-      be told from tokens (the context's `lengths_G`).
-  """
-
-  name: str
-  mixer: Any
-  project: Any
-  mix: Any
-  join: Any
-  positional: bool = True
-  recurrent: bool = False
-
-  def __post_init__(self):
-    missing = [name for name in OF_MIXER if not hasattr(self.mixer, name)]
-    if missing:
-      raise ValueError(
-          f"The mixer of LayerKind {self.name!r} lacks {', '.join(missing)}."
-      )
-    if self.mixer.STAGE != "mix":
-      raise ValueError(
-          f"The mixer of LayerKind {self.name!r} has STAGE="
-          f"{self.mixer.STAGE!r}: it must be 'mix'."
-      )
-
-
-# What a mixer has; `mixers.kinds` says what each is.
-OF_MIXER = (
-    "MIXED", "STAGE", "empty", "accumulator", "seen", "push", "extend", "skip",
-    "fit", "save", "restore", "forward", "backward", "cache", "decode",
-    "settle",
+# What a class in a pattern must have, besides the methods that `mixers.Mixer`
+# leaves to its subclasses.
+_OF_MIXER = (
+    "positional", "recurrent", "stage", "takes", "geometry", "project", "mix",
+    "join",
 )
 
 
-def has_places(kind) -> bool:
-  """Whether a layer's state has a place for every position of a prefix."""
-  if isinstance(kind, LayerKind):
-    return kind.positional
-  return kind in ("full", "latent")
+def _check_kind(kind):
+  """Raises ValueError for what cannot stand in `ModelConfig.layer_pattern`."""
+  if isinstance(kind, str) and kind in KINDS:
+    return
+  if not isinstance(kind, type):
+    raise ValueError(
+        f"layer_pattern has {kind!r}: use some of {', '.join(KINDS)}, or "
+        "subclasses of mixers.Mixer."
+    )
+  missing = [name for name in _OF_MIXER if not hasattr(kind, name)]
+  missing += sorted(
+      set(getattr(kind, "__abstractmethods__", ())) - set(missing)
+  )
+  if missing:
+    raise ValueError(
+        f"The mixer {kind.__qualname__} in layer_pattern lacks "
+        f"{', '.join(missing)}: make it a subclass of mixers.Mixer that has "
+        "them."
+    )
+  if kind.geometry not in KINDS.values():
+    raise ValueError(
+        f"The mixer {kind.__qualname__} has geometry={kind.geometry!r}: use "
+        "'window', 'delta', 'latent' or None."
+    )
+
+
+def _geometry(kind: Kind) -> str | None:
+  """The field of `ModelConfig` that a kind of layer needs, or None."""
+  return KINDS[kind] if isinstance(kind, str) else kind.geometry
 
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
@@ -421,8 +406,8 @@ class ModelConfig:
     layer_pattern: the repeating period of token mixers: layer l has kind
       layer_pattern[l mod its length]. "full" attends to all positions before,
       "sliding" to the last `window`; "latent" to all before through one
-      compressed vector each; "delta" is the gated delta rule. A `LayerKind`
-      may stand for a name.
+      compressed vector each; "delta" is the gated delta rule. A subclass of
+      `mixers.Mixer` may stand for a name.
     window: W, positions a query of a sliding layer sees, its own included: at
       i it sees the keys at j with i − j < W. None without such layers.
     delta: geometry of delta layers; None without such layers.
@@ -457,7 +442,7 @@ class ModelConfig:
   post_norms: bool = False
   activation: str = "silu"
   scale_embeddings: bool = False
-  layer_pattern: tuple[str | LayerKind, ...] = ("full",)
+  layer_pattern: tuple[Kind, ...] = ("full",)
   window: int | None = None
   delta: GatedDelta | None = None
   latent: LatentAttention | None = None
@@ -531,13 +516,13 @@ class ModelConfig:
 
   def _check_pattern(self):
     kinds = self.layer_pattern
-    if not isinstance(kinds, tuple) or not kinds or not all(
-        isinstance(kind, LayerKind) or kind in KINDS for kind in kinds
-    ):
+    if not isinstance(kinds, tuple) or not kinds:
       raise ValueError(
           f"layer_pattern={kinds!r} must be a tuple of some of "
-          f"{', '.join(KINDS)}, or of LayerKinds."
+          f"{', '.join(KINDS)}, or of subclasses of mixers.Mixer."
       )
+    for kind in kinds:
+      _check_kind(kind)
     if len(kinds) > self.num_layers:
       raise ValueError(
           f"layer_pattern has {len(kinds)} kinds for {self.num_layers} layers: "
@@ -550,22 +535,23 @@ class ModelConfig:
             f"layer_pattern={kinds!r} repeats itself: write it as "
             f"{kinds[:period]!r}."
         )
-    if ("sliding" in kinds) != (self.window is not None):
+    needed = {_geometry(kind) for kind in kinds}
+    if ("window" in needed) != (self.window is not None):
       raise ValueError(
           f"window={self.window} with layer_pattern={kinds!r}: sliding layers "
           "need a window, and nothing else has one."
       )
-    if ("delta" in kinds) != (self.delta is not None):
+    if ("delta" in needed) != (self.delta is not None):
       raise ValueError(
           f"delta={self.delta} with layer_pattern={kinds!r}: delta layers need "
           "a GatedDelta, and nothing else has one."
       )
-    if ("latent" in kinds) != (self.latent is not None):
+    if ("latent" in needed) != (self.latent is not None):
       raise ValueError(
           f"latent={self.latent} with layer_pattern={kinds!r}: latent layers "
           "need a LatentAttention, and nothing else has one."
       )
-    if self.rope_theta_local is not None and "sliding" not in kinds:
+    if self.rope_theta_local is not None and "window" not in needed:
       raise ValueError(
           f"rope_theta_local={self.rope_theta_local} with layer_pattern="
           f"{kinds!r}: only sliding layers have it."
@@ -594,29 +580,6 @@ class ModelConfig:
             "has no adapters in its feed-forwards. Name others, as in "
             f"{tuple(left)}."
         )
-
-  @property
-  def recurrent(self) -> bool:
-    """Whether a layer's state goes from token to token."""
-    return any(
-        kind.recurrent if isinstance(kind, LayerKind) else kind == "delta"
-        for kind in self.layer_pattern
-    )
-
-  @property
-  def positional(self) -> bool:
-    """Whether the state of every layer has a place for every position."""
-    return all(has_places(kind) for kind in self.layer_pattern)
-
-  def window_of(self, kind: str | LayerKind) -> int | None:
-    """W of a layer, or None if it sees all positions before."""
-    return self.window if kind == "sliding" else None
-
-  def rope_of(self, kind: str) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of a kind of layer."""
-    if kind == "sliding" and self.rope_theta_local is not None:
-      return self.rope_theta_local, None
-    return self.rope_theta, self.rope_scaling
 
   @property
   def embedding_scale(self) -> float:

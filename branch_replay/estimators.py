@@ -21,6 +21,7 @@ from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.layout import Layout
+from branch_replay.mixers import kinds
 
 ChunkLaw = Literal["importance", "top"]
 
@@ -92,7 +93,7 @@ def sizes(
     for x in jax.tree.leaves(stack):
       # Squares of narrow numbers overflow, and their sum comes to a stop.
       x = x.astype(config_lib.at_least_float32(x.dtype))
-      if config_lib.has_places(kind):
+      if kinds.of(config, kind).positional:
         square_P = jnp.sum(jnp.square(x), axis=(0, 1, 3))
         places_P = jnp.arange(x.shape[2])
         chunk_P = jnp.searchsorted(starts_N, places_P, side="right") - 1
@@ -177,7 +178,7 @@ def pop_or_skip(
   carry, accumulator = lax.fori_loop(
       0, drawn, lambda _, both: pop(*both), (carry, accumulator)
   )
-  if not config.positional:
+  if not kinds.positional(config):
     accumulator = lax.fori_loop(
         0, 1 - drawn, lambda _, accumulator: skip(accumulator), accumulator
     )

@@ -14,22 +14,11 @@ logits are computed again. Padding, norms and softmax are not counted.
 
 from branch_replay import config as config_lib
 from branch_replay import pattern
+from branch_replay.mixers import kinds
 
 
 def layer_parameters(config: config_lib.ModelConfig) -> int:
   """N, weights of the matrices that a token meets in all layers."""
-  def mixer(kind):
-    if kind == "latent":
-      return _latent_parameters(config)
-    if kind != "delta":
-      heads = (2 + config.output_gate) * config.num_heads
-      heads += 2 * config.num_kv_heads
-      return config.width * heads * config.head_dim
-    delta = config.delta
-    channels = delta.key_heads * delta.channels
-    values = delta.value_heads * (2 + 2 * delta.value_dim)
-    return config.width * (channels + values) + channels * delta.conv_width
-
   def feed_forward(experts):
     if not experts:
       return 3 * config.width * config.ffn_width
@@ -39,20 +28,9 @@ def layer_parameters(config: config_lib.ModelConfig) -> int:
     return config.width * (3 * rows + logits)
 
   return sum(
-      part.count * (mixer(kind) + feed_forward(part.experts))
+      part.count
+      * (kinds.of(config, kind).weights() + feed_forward(part.experts))
       for part in pattern.parts(config) for kind in part.kinds
-  )
-
-
-def _latent_parameters(config: config_lib.ModelConfig) -> int:
-  latent, heads = config.latent, config.num_heads
-  queries = config.width * heads * latent.query_dim
-  if latent.query_rank:
-    queries = latent.query_rank * (config.width + heads * latent.query_dim)
-  values = heads * latent.value_dim
-  return (
-      queries + config.width * (latent.slot + values)
-      + heads * latent.nope_dim * latent.rank + values * latent.rank
   )
 
 
@@ -67,21 +45,10 @@ def _linear(config, tokens):
 
 def _mixing(config, tokens, prefix):
   """Attention, and reading and writing the matrices of recurrent layers."""
-  def pairs(positions, window):
-    """Twice the pairs of a query and a key that it sees."""
-    near = positions if window is None else min(positions, window)
-    return near * (2 * positions - near)
-
-  def layer(kind):
-    if kind == "delta":
-      delta = config.delta
-      return 6 * delta.value_heads * delta.key_dim * delta.value_dim * tokens
-    window, d = config.window_of(kind), config.num_heads * config.head_dim
-    if kind == "latent":  # attended in the latent, for keys and for values
-      d = config.num_heads * config.latent.slot
-    return 2 * d * (pairs(prefix + tokens, window) - pairs(prefix, window))
-
-  return sum(layer(kind) for kind in pattern.layers(config))
+  return sum(
+      part.count * kinds.of(config, kind).operations(tokens, prefix)
+      for part in pattern.parts(config) for kind in part.kinds
+  )
 
 
 def _backward(config, tokens, prefix, trainable):

@@ -11,6 +11,7 @@ import numpy as np
 
 from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay.mixers import kinds
 
 _SMALLEST_BUCKET = 8
 
@@ -379,7 +380,7 @@ def _check_block(group: Group, config: config_lib.ModelConfig):
     return
   if group.block < 1:
     raise ValueError(f"block must be at least 1, not {group.block}.")
-  if config.recurrent:
+  if kinds.recurrent(config):
     raise ValueError(
         f"block={group.block}: recurrent layers see no later token, so a model "
         "with delta layers has no blocks. Use a model of attention layers."

@@ -33,6 +33,7 @@ from branch_replay import spec as spec_lib
 from branch_replay import state as state_lib
 from branch_replay import steps
 from branch_replay import token_tree
+from branch_replay.mixers import kinds
 from branch_replay.program import Kind
 from branch_replay.program import Program
 from branch_replay.spec import Spec
@@ -58,7 +59,7 @@ class Hosted:
 
   def check(self, spec: Spec):
     """Raises ValueError for a computation that cannot be run like this."""
-    if self.offload and not spec.config.positional:
+    if self.offload and not kinds.positional(spec.config):
       raise ValueError(
           "offload=True is for full and latent attention: the state of "
           f"{spec.config.layer_pattern} does not grow with the prefix."
@@ -317,7 +318,7 @@ def _placed(how: Hosted, make, *args):
 
 def _set_aside(config, total):
   """What waits of an accumulator while a run is open, and the accumulator."""
-  if total is None or config.positional:
+  if total is None or kinds.positional(config):
     return None, total
   rest = state_lib.rest_of(config, total)
   zeros = jax.tree.map(jnp.zeros_like, rest)
@@ -326,7 +327,7 @@ def _set_aside(config, total):
 
 def _restored(spec, state, run, opened: _Open):
   """The state before the run that was pushed last."""
-  if spec.config.positional:
+  if kinds.positional(spec.config):
     return state
   return state_lib.with_rest(
       spec.config, state, _restore(spec, state, run, opened.saved)

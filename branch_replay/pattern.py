@@ -34,7 +34,7 @@ class Part(NamedTuple):
   """
 
   name: str
-  kinds: tuple[str, ...]
+  kinds: tuple[config_lib.Kind, ...]
   count: int
   first: int
   experts: bool
@@ -131,7 +131,7 @@ def leaves(config: config_lib.ModelConfig, tree) -> list:
   ]
 
 
-def layers(config: config_lib.ModelConfig) -> list[str]:
+def layers(config: config_lib.ModelConfig) -> list[config_lib.Kind]:
   """The kind of every layer."""
   kinds = config.layer_pattern
   return [kinds[layer % len(kinds)] for layer in range(config.num_layers)]

@@ -22,6 +22,7 @@ from branch_replay import flops
 from branch_replay import pattern
 from branch_replay import schedule as schedule_lib
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.models import decoder
 
 GIB = 1 << 30
@@ -179,11 +180,10 @@ def _working(step: Step, params, trained) -> int:
   weights = layer * narrow + of_trained * 2 * wide if step.devices > 1 else 0
   # Queries and cotangents of outputs in the compute dtype; outputs of the two
   # parts of attention, their merge and the queries' cotangents wide.
-  head_dim = config.head_dim
-  if config.latent is not None:
-    head_dim = max(head_dim, config.latent.slot)
-  heads = config.num_heads * head_dim
-  rows = tokens * heads * (2 * narrow + 4 * wide)
+  queries = max(
+      kinds.of(config, kind).query_numbers() for kind in config.layer_pattern
+  )
+  rows = tokens * queries * (2 * narrow + 4 * wide)
   largest = max(
       schedule_lib.stage_bytes(config, kind, part.experts)
       for part in pattern.parts(config) for kind in part.kinds

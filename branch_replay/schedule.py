@@ -12,6 +12,7 @@ from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import layout as layout_lib
 from branch_replay import pattern
+from branch_replay.mixers import kinds
 from branch_replay.ops import kernels
 
 PrefixGradient = Literal["full", "exact", "sampled", "stop"]
@@ -133,7 +134,7 @@ def input_bytes(config: config_lib.ModelConfig) -> int:
 
 
 def stage_bytes(
-    config: config_lib.ModelConfig, kind: str, experts: bool = False
+    config: config_lib.ModelConfig, kind: config_lib.Kind, experts: bool = False
 ) -> int:
   """Bytes of the stage inputs of one token in one layer.
 
@@ -150,30 +151,8 @@ def stage_bytes(
     rows = mixture.top_k * mixture.width + mixture.shared_width
     expanded = itemsize * (2 * rows + mixture.shared_gate)
     expanded += wide * mixture.count + _choices_bytes(config, True)
-  return expanded + _mixing_bytes(config, kind)
+  return expanded + kinds.of(config, kind).stage_bytes()
 
 
 def _choices_bytes(config: config_lib.ModelConfig, experts: bool) -> int:
   return 4 * config.experts.top_k if experts else 0
-
-
-def _mixing_bytes(config: config_lib.ModelConfig, kind: str) -> int:
-  """`stage_bytes` without what the feed-forward expands to."""
-  itemsize = jnp.dtype(config.compute_dtype).itemsize
-  wide = config_lib.at_least_float32(config.compute_dtype).itemsize
-  if kind == "delta":
-    delta = config.delta
-    channels = delta.key_heads * delta.channels
-    values = 2 * delta.value_heads * (1 + delta.value_dim)
-    return itemsize * (2 * config.width + channels + values)
-  if kind == "latent":
-    latent = config.latent
-    queries = latent.query_rank or config.num_heads * latent.query_dim
-    stages = 2 * config.width + queries
-    attended = (1 + config.num_heads) * latent.slot
-    return itemsize * (stages + attended) + wide * config.num_heads
-  heads = config.num_heads * config.head_dim
-  keys = 2 * config.num_kv_heads * config.head_dim
-  heads *= 2 + config.output_gate
-  numbers = 2 * config.width + heads + keys
-  return itemsize * numbers + wide * config.num_heads

@@ -22,6 +22,7 @@ from branch_replay import host_memory
 from branch_replay import pattern
 from branch_replay.layout import Layout
 from branch_replay.mixers import kinds
+from branch_replay.mixers import mixer as mixer_lib
 from branch_replay.mixers import sizes
 from branch_replay.models import block
 from branch_replay.ops import experts as experts_lib
@@ -108,9 +109,8 @@ class Popped(NamedTuple):
   scale: jax.Array | float = 1.0
 
 
-def _stage(config, kind, params, name, choices_Nk=None):
+def _stage(module, params, name, choices_Nk=None):
   """stage(params, *inputs) and its parameters, with choices of experts."""
-  module = kind(config)
   chosen = () if choices_Nk is None else (choices_Nk,)
   return (
       lambda p, x, *rest: module.apply({"params": p}, x, *chosen, *rest),
@@ -134,17 +134,16 @@ def layer_forward(config, kind, params, x_GTM, mix, choices_Nk=None):
     projections, the mixer's output, h_GTM, choices of experts or None, and
     what the feed-forward expanded h_GTM to, as gate and up.
   """
-  def run(stage_kind, name, *inputs, choices_Nk=None):
-    stage, stage_params = _stage(config, stage_kind, params, name, choices_Nk)
+  def run(module, name, *inputs, choices_Nk=None):
+    stage, stage_params = _stage(module, params, name, choices_Nk)
     return stage(stage_params, *inputs)
 
-  mixer = kinds.mixer(kind)
-  project, join = block.ends(kind)
-  projected = run(project, "project", x_GTM)
-  mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
-  out, extra = mix(params.get(mixer.STAGE, {}), mixed)
-  h_GTM = run(join, "join", x_GTM, out, *joined)
-  expand, contract = block.feed_forward(params)
+  mixer = kinds.of(config, kind)
+  projected = run(mixer.project(), "project", x_GTM)
+  mixed, joined = projected[: mixer.takes], projected[mixer.takes :]
+  out, extra = mix(params.get(mixer.stage, {}), mixed)
+  h_GTM = run(mixer.join(), "join", x_GTM, out, *joined)
+  expand, contract = (stage(config) for stage in block.feed_forward(params))
   if choices_Nk is None:
     choices_Nk = block.choose(config, params, h_GTM)
   expanded = run(expand, "expand", h_GTM, choices_Nk=choices_Nk)
@@ -157,9 +156,8 @@ def _replay_layer(
 ):
   """(y_GTM, present, choices, stages) of one layer on top of a prefix."""
   def mix(params, mixed):
-    out, present, of_mixer = kinds.mixer(kind).forward(
-        config, layout, params, mixed, layer, context, prefix
-    )
+    at = mixer_lib.OnPrefix(layout, layer, context, prefix)
+    out, present, of_mixer = kinds.of(config, kind).forward(at, params, mixed)
     return out, (present, of_mixer)
 
   y_GTM, (present, of_mixer), stages = layer_forward(
@@ -183,18 +181,17 @@ def _layer_backward(
   projected, out, of_mixer, h_GTM, expanded = stages
   grads = {}
 
-  def pull(stage_kind, name, inputs, cotangent, choices_Nk=None):
-    stage, stage_params = _stage(config, stage_kind, params, name, choices_Nk)
+  def pull(module, name, inputs, cotangent, choices_Nk=None):
+    stage, stage_params = _stage(module, params, name, choices_Nk)
     _, pullback = jax.vjp(stage, stage_params, *inputs)
     d_params, *d_inputs = pullback(cotangent)
     if stage_params:
       grads[name] = d_params
     return d_inputs
 
-  mixer = kinds.mixer(kind)
-  project, join = block.ends(kind)
-  mixed, joined = projected[: mixer.MIXED], projected[mixer.MIXED :]
-  expand, contract = block.feed_forward(params)
+  mixer = kinds.of(config, kind)
+  mixed, joined = projected[: mixer.takes], projected[mixer.takes :]
+  expand, contract = (stage(config) for stage in block.feed_forward(params))
   dh_GTM, *d_expanded = pull(
       contract, "contract", (h_GTM, *expanded), dy_GTM, choices_Nk
   )
@@ -207,15 +204,18 @@ def _layer_backward(
       expand, "expand", (h_GTM,), tuple(d_expanded), choices_Nk
   )
   dx_GTM, d_out, *d_joined = pull(
-      join, "join", (x_GTM, out, *joined), dh_GTM + dh_expand
+      mixer.join(), "join", (x_GTM, out, *joined), dh_GTM + dh_expand
   )
   d_mixed, d_params, accumulator = mixer.backward(
-      config, layout, params.get(mixer.STAGE, {}), mixed, out, of_mixer,
-      d_out, layer, context, prefix, accumulator, popped,
+      mixer_lib.OnPrefix(layout, layer, context, prefix),
+      params.get(mixer.stage, {}), mixer_lib.Record(mixed, out, of_mixer),
+      d_out, accumulator, popped,
   )
   if d_params:
-    grads[mixer.STAGE] = d_params
-  (dx_project,) = pull(project, "project", (x_GTM,), (*d_mixed, *d_joined))
+    grads[mixer.stage] = d_params
+  (dx_project,) = pull(
+      mixer.project(), "project", (x_GTM,), (*d_mixed, *d_joined)
+  )
   return dx_GTM + dx_project, grads, accumulator
 
 
@@ -416,9 +416,11 @@ def decode(
       caches, of_turn = list(caches), []
       for place, kind in enumerate(part.kinds):
         def mix(params, mixed, place=place, kind=kind):
-          out, cache, left = kinds.mixer(kind).decode(
-              config, params, mixed, index, caches[place], prefixes[place],
-              state.length, slots_GT,
+          at = mixer_lib.NewTokens(
+              index, prefixes[place], state.length, slots_GT
+          )
+          out, cache, left = kinds.of(config, kind).decode(
+              at, params, mixed, caches[place]
           )
           return out, (cache, left)
 
@@ -459,9 +461,9 @@ def settle(
       the branch.
   """
   def of_stack(kind, params, caches, left):
-    mixer = kinds.mixer(kind)
-    own = params.get(mixer.STAGE, {})
-    return mixer.settle(config, own, caches, left, taken_G)
+    mixer = kinds.of(config, kind)
+    own = params.get(mixer.stage, {})
+    return mixer.settle(own, caches, left, taken_G)
 
   return pattern.over(config, of_stack, layer_params, caches, left)
 

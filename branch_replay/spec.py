@@ -24,6 +24,7 @@ from branch_replay import readout as readout_lib
 from branch_replay import schedule as schedule_lib
 from branch_replay import segment
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.models import decoder
 from branch_replay.schedule import Schedule
 
@@ -58,7 +59,7 @@ class Spec:
     schedule_lib.check(self.schedule)
     schedule_lib.check_mode(self.prefix_gradient)
     checks.instance(self.sampling, "sampling", estimators.Sampling)
-    if self.prefix_gradient == "sampled" and self.config.recurrent:
+    if self.prefix_gradient == "sampled" and kinds.recurrent(self.config):
       raise ValueError(
           "prefix_gradient='sampled' through recurrent layers would multiply "
           "the weights of chunks: use 'exact'."

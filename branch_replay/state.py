@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay import pattern
-from branch_replay.mixers import attention
 from branch_replay.mixers import kinds
+from branch_replay.mixers import places as places_lib
 from branch_replay.mixers import sizes as sizes_lib
 
 
@@ -111,7 +111,7 @@ def empty(
   return PrefixState(
       mixer=pattern.build(
           config,
-          lambda kind, count: kinds.mixer(kind).empty(config, count, sizes),
+          lambda kind, count: kinds.of(config, kind).empty(count, sizes),
       ),
       tokens=jnp.zeros(capacity, jnp.int32),
       length=jnp.zeros((), jnp.int32),
@@ -147,8 +147,8 @@ def accumulator(
   sizes = sizes_lib.Sizes(capacity, capacity, devices)
   return pattern.build(
       config,
-      lambda kind, count: kinds.mixer(kind).accumulator(
-          config, count, sizes, dtype
+      lambda kind, count: kinds.of(config, kind).accumulator(
+          count, sizes, dtype
       ),
   )
 
@@ -156,7 +156,7 @@ def accumulator(
 def seen(config: config_lib.ModelConfig, mixer):
   """What a segment continues from."""
   return pattern.over(
-      config, lambda kind, stack: kinds.mixer(kind).seen(stack), mixer
+      config, lambda kind, stack: kinds.of(config, kind).seen(stack), mixer
   )
 
 
@@ -191,11 +191,13 @@ def push(
   """
   mixer = pattern.over(
       config,
-      lambda kind, stack, new: kinds.mixer(kind).push(stack, new, chunk),
+      lambda kind, stack, new: (
+          kinds.of(config, kind).push(stack, new, chunk)
+      ),
       state.mixer, present.mixer,
   )
   choices = jax.tree.map(
-      lambda x, new: attention.push((x,), (new,), chunk)[0],
+      lambda x, new: places_lib.push((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
   return dataclasses.replace(state, mixer=mixer, choices=choices)
@@ -210,7 +212,8 @@ def save(config: config_lib.ModelConfig, mixer, size: int):
     size: positions of the chunk on this device.
   """
   return pattern.over(
-      config, lambda kind, stack: kinds.mixer(kind).save(stack, size), mixer
+      config, lambda kind, stack: kinds.of(config, kind).save(stack, size),
+      mixer,
   )
 
 
@@ -219,8 +222,8 @@ def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
   return pattern.over(
       config,
       lambda kind, stack, saved: ()
-      if config_lib.has_places(kind)
-      else kinds.mixer(kind).restore(stack, saved, chunk),
+      if kinds.of(config, kind).positional
+      else kinds.of(config, kind).restore(stack, saved, chunk),
       state.mixer, saved,
   )
 
@@ -232,7 +235,7 @@ def rest_of(config: config_lib.ModelConfig, mixer):
   """
   return pattern.over(
       config,
-      lambda kind, stack: () if config_lib.has_places(kind) else stack, mixer,
+      lambda kind, stack: () if kinds.of(config, kind).positional else stack, mixer,
   )
 
 
@@ -241,7 +244,7 @@ def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
   return pattern.over(
       config,
       lambda kind, stack, other: stack
-      if config_lib.has_places(kind) else other,
+      if kinds.of(config, kind).positional else other,
       mixer, rest,
   )
 
@@ -258,7 +261,7 @@ def over_places(config: config_lib.ModelConfig, function, mixer):
   return pattern.over(
       config,
       lambda kind, stack: jax.tree.map(function, stack)
-      if config_lib.has_places(kind) else stack,
+      if kinds.of(config, kind).positional else stack,
       mixer,
   )
 
@@ -272,11 +275,11 @@ def extend(
   """
   mixer = pattern.over(
       config,
-      lambda kind, stack, new: kinds.mixer(kind).extend(stack, new, chunk),
+      lambda kind, stack, new: kinds.of(config, kind).extend(stack, new, chunk),
       state.mixer, present.mixer,
   )
   choices = jax.tree.map(
-      lambda x, new: attention.extend((x,), (new,), chunk)[0],
+      lambda x, new: places_lib.extend((x,), (new,), chunk)[0],
       state.choices, present.choices,
   )
   return dataclasses.replace(state, mixer=mixer, choices=choices)
@@ -286,14 +289,14 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
   """The cotangent where a chunk's turn to be popped passes."""
   return pattern.over(
       config,
-      lambda kind, stack: kinds.mixer(kind).skip(stack, chunk), accumulator,
+      lambda kind, stack: kinds.of(config, kind).skip(stack, chunk), accumulator,
   )
 
 
 def places(config: config_lib.ModelConfig, accumulator) -> int:
   """Positions that an accumulator has room for on this device, or 0."""
   for kind, stack in pattern.leaves(config, accumulator):
-    if config_lib.has_places(kind):
+    if kinds.of(config, kind).positional:
       return stack[0].shape[2]
   return 0
 
@@ -302,7 +305,7 @@ def complete(
     config: config_lib.ModelConfig, state: PrefixState, popped: Chunks
 ) -> bool:
   """Whether all that popping these chunks needs is there."""
-  if config.positional or not popped.count:
+  if kinds.positional(config) or not popped.count:
     return True
   if state.saved is None or state.capacity != popped.capacity:
     return False
@@ -327,8 +330,8 @@ def caches(
   """
   return pattern.over(
       config,
-      lambda kind, stack: kinds.mixer(kind).cache(
-          config, jax.tree.leaves(stack)[0].shape[0], branches, tokens, stack
+      lambda kind, stack: kinds.of(config, kind).cache(
+          jax.tree.leaves(stack)[0].shape[0], branches, tokens, stack
       ),
       mixer,
   )
@@ -348,11 +351,11 @@ def resize(
   return dataclasses.replace(
       state,
       mixer=pattern.over(
-          config, lambda kind, stack: kinds.mixer(kind).fit(stack, here),
+          config, lambda kind, stack: kinds.of(config, kind).fit(stack, here),
           state.mixer,
       ),
       tokens=jnp.pad(state.tokens, (0, room))[:capacity],
       choices=jax.tree.map(
-          lambda x: attention.fit((x,), here)[0], state.choices
+          lambda x: places_lib.fit((x,), here)[0], state.choices
       ),
   )

@@ -37,6 +37,7 @@ from branch_replay import readout as readout_lib
 from branch_replay import runs
 from branch_replay import segment
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 from branch_replay.ops import tiling
 from branch_replay.runs import Run
@@ -88,7 +89,7 @@ def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
     The state; what `pop` needs of the one before; and (output of the last
     layer, what was kept of the layers).
   """
-  context = _context(spec, state, run, masked=spec.config.recurrent)
+  context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
   y_RSM, present, stages = _forward(
       spec, params, run, context, keep=keep, present=True
   )
@@ -103,7 +104,7 @@ def extend(spec: Spec, params, state, run: Run):
 
   What lies past the run's length is dropped, as there may be no room for it.
   """
-  context = _context(spec, state, run, masked=spec.config.recurrent)
+  context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
   _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
   return state_lib.extend(spec.config, state, present, _chunk(spec, run))
 
@@ -184,7 +185,7 @@ def pop(
     scale = estimators.weight(report.probability, report.drawn)
   context = _context(
       spec, state, run, seeds=seeds, scale=scale,
-      masked=config.recurrent or run.read is not None,
+      masked=kinds.recurrent(config) or run.read is not None,
   )
   if kept is None:
     size = run.tokens_RS.shape[1] // spec.layout.devices

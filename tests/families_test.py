@@ -17,6 +17,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 import branch_replay as br
+from branch_replay.mixers import kinds
 from branch_replay.weights import hf
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
@@ -241,8 +242,8 @@ def test_rows_of_fused_projections_by_hand():
 def test_geometries_are_read():
   gemma = loaded("gemma3").config
   assert gemma.layer_pattern == ("sliding", "full") and gemma.window == 9
-  assert gemma.rope_of("sliding") == (50.0, None)
-  assert gemma.rope_of("full") == (1000.0, br.LinearScaling(4.0))
+  assert kinds.of(gemma, "sliding").rope == (50.0, None)
+  assert kinds.of(gemma, "full").rope == (1000.0, br.LinearScaling(4.0))
   hybrid = loaded("qwen3_5").config
   assert hybrid.layer_pattern == ("delta", "delta", "full")
   assert hybrid.delta == br.GatedDelta(2, 4, 8, 12, conv_width=3)

@@ -17,6 +17,7 @@ from branch_replay import layout as layout_lib
 from branch_replay import segment
 from branch_replay import state
 from branch_replay.mixers import kinds
+from branch_replay.mixers import mixer as mixer_lib
 from branch_replay.models import block
 from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import rope
@@ -222,6 +223,7 @@ def test_mixers_agree_with_transformers(x64, name):
   """A whole layer's mixer as segments run it, and all its gradients."""
   expected, (stages_of, config) = golden(f"{name}.npz"), MIXERS[name]
   (kind,) = config.layer_pattern
+  mixer = kinds.of(config, kind)
 
   def named(prefix):
     return {
@@ -231,17 +233,16 @@ def test_mixers_agree_with_transformers(x64, name):
 
   @jax.jit
   def run(stages, x_GTM):
-    project, join = (stage(config) for stage in block.ends(kind))
-    mixer = kinds.mixer(kind)
-    projected = project.apply({"params": stages[0]}, x_GTM)
+    projected = mixer.project().apply({"params": stages[0]}, x_GTM)
     nothing = state.seen(config, state.empty(config, 0).mixer)
     positions_GT = jnp.broadcast_to(jnp.arange(50), (2, 50))
-    out, *_ = mixer.forward(
-        config, layout_lib.Layout(), stages[1], projected[: mixer.MIXED], 0,
-        segment.Context(nothing, 0, positions_GT), nothing,
+    at = mixer_lib.OnPrefix(
+        layout_lib.Layout(), 0, segment.Context(nothing, 0, positions_GT),
+        nothing,
     )
-    joined = join.apply(
-        {"params": stages[2]}, x_GTM, out, *projected[mixer.MIXED :]
+    out, *_ = mixer.forward(at, stages[1], projected[: mixer.takes])
+    joined = mixer.join().apply(
+        {"params": stages[2]}, x_GTM, out, *projected[mixer.takes :]
     )
     return joined - x_GTM
 
@@ -255,7 +256,7 @@ def test_mixers_agree_with_transformers(x64, name):
         lambda: layer.init(jax.random.key(0), *arguments)
     )["params"]
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes) | {
-        "project": stages[0], kinds.mixer(kind).STAGE: stages[1],
+        "project": stages[0], mixer.stage: stages[1],
         "join": stages[2],
     }
     y_GTM, _ = layer.apply({"params": params}, *arguments)

@@ -151,7 +151,7 @@ CONFIGS = [
     (lambda: br.Experts(4, 2, 8, scores="relu"), "scores must be"),
     (lambda: br.Experts(4, 2, 8, scaling=NAN), "scaling must be finite"),
     (lambda: br.Experts(4, 2, 8, normalised=None), "normalised must be True"),
-    (lambda: br.LayerKind("mine", object(), None, None, None), "lacks MIXED"),
+    (config(layer_pattern=(object,)), "object in layer_pattern lacks posit"),
 ]
 
 SETTINGS = [

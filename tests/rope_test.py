@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from branch_replay import config as config_lib
+from branch_replay.mixers import kinds
+from branch_replay.mixers import mixer
 from branch_replay.mixers import sizes
-from branch_replay.mixers import window
 from branch_replay.models import latent_layers
-from branch_replay.models import layers
 from branch_replay.ops import rope
 from tests import tiny
 
@@ -111,10 +111,11 @@ def test_attention_layers_turn_far_positions_exactly(name):
   )
   at_GT = far_positions()[None]
   for kind in set(config.layer_pattern) - {"delta"}:
-    theta, scaling = config.rope_of(kind)
+    theta, scaling = kinds.of(config, kind).rope
     q_NA = random(at_GT.size, config.num_heads * config.head_dim)
     k_NA = random(at_GT.size, config.num_kv_heads * config.head_dim)
-    found = layers.Rotate(config, kind).apply({}, q_NA, k_NA, k_NA, at_GT)
+    rotate = kinds.of(config, kind).mix()
+    found = rotate.apply({}, q_NA, k_NA, k_NA, at_GT)
     for x_NA, found_KGRTD in (
         (q_NA, found[0]), (k_NA, found[1][:, :, None])
     ):
@@ -172,10 +173,11 @@ def test_new_tokens_behind_four_million_are_turned_exactly():
       random(6, heads * config.head_dim)
       for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
   ]
-  stack = window.empty(config, 1, sizes.Sizes(16, 16))
-  cache = window.cache(config, 1, 1, 6, stack)
+  window = kinds.of(config, "sliding")
+  stack = window.empty(1, sizes.Sizes(16, 16))
   _, (k_LKGSD, _), _ = window.decode(
-      config, {}, mixed, 0, cache, stack, length, slots_GT
+      mixer.NewTokens(0, stack, length, slots_GT), {}, mixed,
+      window.cache(1, 1, 6, stack),
   )
   right_GTKD = turned_by(
       mixed[1].reshape(1, 6, config.num_kv_heads, -1), length + slots_GT,

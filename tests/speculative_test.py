@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay.mixers import attention as mixer
+from branch_replay.mixers import places
 from branch_replay.rollout import block
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
@@ -195,7 +195,7 @@ def test_inputs_past_the_room_of_a_cache_are_dropped():
   new_T = jnp.asarray([7.0, 8.0, 9.0])[None, None, :, None]
   new = tuple(jnp.broadcast_to(new_T, (1, 2, 3, 3)) for _ in range(2))
   slots_NT = block.slots(jnp.asarray([3, 0]), 3)
-  for cache in mixer.write_cache(old, 1, slots_NT, new):
+  for cache in places.write_cache(old, 1, slots_NT, new):
     np.testing.assert_array_equal(cache[0], 1)
     np.testing.assert_array_equal(cache[1, 0, :, :, 0], [
         [1, 1, 1, 7], [7, 8, 9, 1],

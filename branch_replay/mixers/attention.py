@@ -1,286 +1,226 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of full attention; see `mixers.kinds`.
+"""Layers of full attention.
 
 Their state is a pair (k, v) of [L, K, P, D], and so is its cotangent. Queries
 travel, keys stay: every device attends with the queries of all to the keys it
 has, and gets its own queries' outputs back.
 """
 
+import flax.linen as nn
 import jax
-from jax import lax
-from jax.experimental import layout as layout_lib
-from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import host_memory
+from branch_replay.mixers import mixer
+from branch_replay.mixers import places
 from branch_replay.mixers import sizes as sizes_lib
 from branch_replay.models import layers
 from branch_replay.ops import attention
 
-MIXED = 3  # queries, keys and values
-STAGE = "rotate"
 
+class FullAttention(mixer.Mixer):
+  """Every token attends to all before it, and to itself.
 
-def zeros(config: config_lib.ModelConfig, count: int, slots: int, dtype):
-  """Keys and values of so many positions, [L, K, slots, D] each."""
-  shape = count, config.num_kv_heads, slots, config.head_dim
-  return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
-
-def empty(config, count: int, sizes: sizes_lib.Sizes):
-  """The state of no positions with room for `sizes.here`."""
-  return zeros(config, count, sizes.here, config.compute_dtype)
-
-
-def accumulator(config, count: int, sizes: sizes_lib.Sizes, dtype):
-  """Zeros like the state, in another dtype."""
-  return zeros(config, count, sizes.here, dtype)
-
-
-def seen(stack):
-  """All of it: `prefix_length` says how far a segment sees."""
-  return stack
-
-
-def fit(stack, here: int):
-  """The state with room for `here` positions on this device."""
-  def fit_one(x_LKPD):
-    if x_LKPD.shape[2] >= here:
-      return lax.slice_in_dim(x_LKPD, 0, here, axis=2)
-    room = here - x_LKPD.shape[2]
-    return jnp.pad(x_LKPD, ((0, 0), (0, 0), (0, room), (0, 0)))
-
-  return tuple(fit_one(x) for x in stack)
-
-
-def push(stack, present, chunk: sizes_lib.Chunk):
-  """The state with a chunk's keys and values."""
-  return tuple(
-      lax.dynamic_update_slice_in_dim(
-          x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
-      )
-      for x, new in zip(stack, present, strict=True)
-  )
-
-
-def save(stack, size: int):
-  """Nothing: positions past those of a segment's prefix are not seen."""
-  del stack, size
-  return ()
-
-
-def restore(stack, saved, chunk: sizes_lib.Chunk):
-  """The state as it is, see `save`."""
-  del saved, chunk
-  return stack
-
-
-def extend(stack, present, chunk: sizes_lib.Chunk):
-  """`push` of the real positions alone, as there may be no room for more."""
-  at = jnp.arange(present[0].shape[3])
-  at = jnp.where(at < chunk.tokens, chunk.start + at, stack[0].shape[2])
-  return tuple(
-      x.at[:, :, at].set(new[:, :, 0], mode="drop")
-      for x, new in zip(stack, present, strict=True)
-  )
-
-
-def skip(stack, chunk: sizes_lib.Chunk):
-  """The cotangents of other chunks stay where they are."""
-  del chunk
-  return stack
-
-
-def rotate(config, params, mixed, positions_GT):
-  """Queries, keys and values as the attention op reads them."""
-  module = layers.Rotate(config)
-  return module.apply({"params": params}, *mixed, positions_GT)
-
-
-def forward(config, layout, params, mixed, layer, context, prefix):
-  """One layer of a segment.
-
-  Args:
-    config: geometry.
-    layout: where tokens live.
-    params: of the stage `STAGE`.
-    mixed: the layer's first `MIXED` projections.
-    layer: i32 scalar, which of the stack.
-    context: `segment.Context`.
-    prefix: what is seen of the stack's state.
-
-  Returns:
-    out_KGRTD, the present (k, v), and what `backward` wants kept.
+  A variant may override `rotate`, which makes what attention reads, and keep
+  everything else.
   """
-  return attend(
-      config, layout, params, mixed, layer, context, prefix,
-      context.prefix_length,
-  )
 
+  positional, recurrent = True, False
+  stage, takes = "rotate", 3
+  transposes = True
 
-def attend(
-    config, layout, params, mixed, layer, context, prefix, prefix_length,
-    window=None, rotate=rotate,
-):
-  """`forward` on top of a number of positions, with a window, rotated so."""
-  q, k, v = rotate(config, params, mixed, context.positions_GT)
-  out, lse = layout.merge(*attention.forward(
-      layout.all(q, 3), k, v, prefix, layer, prefix_length,
-      context.lengths_G, stripe=layout.stripe(), window=window,
-      kernel=layout.kernel(q), blocks=context.blocks,
-  ))
-  return out.astype(q.dtype), (k, v), lse
+  @property
+  def rope(self) -> tuple[float, config_lib.RopeScaling | None]:
+    """Base and scaling of the rotary frequencies."""
+    return self.config.rope_theta, self.config.rope_scaling
 
-
-def backward(
-    config, layout, params, mixed, out, lse, d_out, layer, context, prefix,
-    accumulator, popped,
-):
-  """Pulls the cotangent of a layer's output back.
-
-  Args:
-    config, layout, params, mixed, layer, context, prefix: as in `forward`.
-    out: what `forward` returned.
-    lse: what it wanted kept.
-    d_out: cotangent of out.
-    accumulator: of the state, added to in place; None to stop at the prefix.
-    popped: `segment.Popped` if this is a chunk of the prefix, else None.
-
-  Returns:
-    Cotangents of `mixed` and of the parameters, and the accumulator.
-  """
-  return pull(
-      config, layout, params, mixed, out, lse, d_out, layer, context, prefix,
-      accumulator, context.prefix_length,
-      d_present=cotangent_of_present(layer, context, popped),
-  )
-
-
-def cotangent_of_present(layer, context, popped):
-  """accumulator ↦ what it holds of a chunk's keys and values, or None."""
-  if popped is None:
+  @property
+  def window(self) -> int | None:
+    """Positions that a token sees, its own included; None for all."""
     return None
-  tokens = context.positions_GT.shape[1]
-  return lambda accumulator: tuple(
-      popped.scale * _present(x, layer, popped.chunk.start, tokens)
-      for x in accumulator
-  )
 
+  @property
+  def slot_shape(self) -> tuple[int, int]:
+    """(K, D): key heads and the numbers of one in an array of the state."""
+    return self.config.num_kv_heads, self.config.head_dim
 
-def pull(
-    config, layout, params, mixed, out, lse, d_out, layer, context, prefix,
-    accumulator, prefix_length, *, d_present, window=None, rotate=rotate,
-):
-  """`backward` with the cotangent of the present as a function, or None."""
-  (q, k, v), pull_rotate = jax.vjp(
-      lambda p, *raw: rotate(config, p, raw, context.positions_GT),
-      params, *mixed,
-  )
-  delta = attention.row_delta(d_out, out)
-  dq, dk, dv, accumulator = attention.backward_rows(
-      layout.all(d_out, 3), layout.all(q, 3), k, v, layout.all(lse, 3),
-      layout.all(delta, 3), prefix, layer, prefix_length,
-      accumulator=accumulator, stripe=layout.stripe(), window=window,
-      kernel=layout.kernel(q), blocks=context.blocks,
-  )
-  dq = layout.sum_mine(dq, 3).astype(q.dtype)
-  if d_present is not None:
-    # The op added to earlier positions only, so this may be read after it;
-    # read before, XLA would keep a second copy of the whole accumulator.
-    of_k, of_v = d_present(accumulator)
-    dk, dv = dk + of_k, dv + of_v
-  d_params, *d_mixed = pull_rotate(
-      (dq, dk.astype(k.dtype), dv.astype(v.dtype))
-  )
-  return d_mixed, d_params, accumulator
+  def project(self) -> nn.Module:
+    return layers.Project(self.config)
 
+  def mix(self) -> nn.Module:
+    return layers.Rotate(self.config, self.rope)
 
-def _present(x_LKPD, layer, start, tokens):
-  """What stands at a segment of one row: [K, G=1, C, D]."""
-  x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
-  x_KCD = lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)
-  # What follows would rather have positions innermost; unpinned, XLA for TPU
-  # keeps a transposed copy of the whole accumulator to read this from.
-  x_KCD = with_layout_constraint(x_KCD, layout_lib.Layout((0, 1, 2)))
-  return lax.optimization_barrier(x_KCD)[:, None]
+  def join(self) -> nn.Module:
+    return layers.Join(self.config)
 
+  def rotate(self, module: nn.Module, mixed, positions_GT):
+    """Queries, keys and values as attention reads them.
 
-def cache(config: config_lib.ModelConfig, count, branches, tokens, stack):
-  """Room for the keys and values of each branch's own tokens."""
-  del stack
-  shape = count, config.num_kv_heads, branches, tokens, config.head_dim
-  return tuple(jnp.zeros(shape, config.compute_dtype) for _ in range(2))
+    Args:
+      module: what `mix` made, with its parameters.
+      mixed: the first `takes` projections.
+      positions_GT: i32.
 
+    Returns:
+      q_KGRTD, k_KGTD, v_KGTD.
+    """
+    return module(*mixed, positions_GT)
 
-def decode(
-    config, params, mixed, layer, cache, stack, length, slots_GT
-):
-  """One layer of new tokens of every branch.
+  def heads(self, params, mixed, positions_GT):
+    """`rotate` with the parameters of `stage`."""
+    rotate = nn.apply(self.rotate, self.mix())
+    return rotate({"params": params}, mixed, positions_GT)
 
-  Args:
-    config, params, mixed: as in `forward`.
-    layer: scalar, which of the stack.
-    cache: of the stack; its slot s is the token at position length + s.
-    stack: the state of the prefix.
-    length: i32 scalar, positions of the prefix.
-    slots_GT: i32, the slots of the new tokens, consecutive in each branch.
+  def whole(self, module, mixed, positions_GT, attend):
+    return attend(*self.rotate(module, mixed, positions_GT))
 
-  Returns:
-    out_KGRTD, the cache with the new tokens, and what `settle` needs to take
-    some of them in later: nothing here.
-  """
-  return attend_cache(
-      config, params, mixed, layer, cache, stack, length, slots_GT,
-      length + slots_GT,
-  )
+  def zeros(self, count: int, slots: int, dtype):
+    """Keys and values of so many positions, [L, K, slots, D] each."""
+    heads, size = self.slot_shape
+    shape = count, heads, slots, size
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
+  def empty(self, count, sizes: sizes_lib.Sizes):
+    return self.zeros(count, sizes.here, self.config.compute_dtype)
 
-def write_cache(cache, layer, slots_GT, present):
-  """A cache with new keys and values at their slots of one layer.
+  def accumulator(self, count, sizes: sizes_lib.Sizes, dtype):
+    return self.zeros(count, sizes.here, dtype)
 
-  Args:
-    cache: pair of [L, K, G, S, D].
-    layer: i32 scalar.
-    slots_GT: where; slots ≥ S are dropped.
-    present: pair of [K, G, T, D].
-  """
-  rows_G1 = jnp.arange(slots_GT.shape[0])[:, None]
-  return tuple(
-      old.at[layer, :, rows_G1, slots_GT].set(
-          new.transpose(1, 2, 0, 3).astype(old.dtype), mode="drop"
+  def push(self, stack, present, chunk: sizes_lib.Chunk):
+    return places.push(stack, present, chunk)
+
+  def extend(self, stack, present, chunk: sizes_lib.Chunk):
+    return places.extend(stack, present, chunk)
+
+  def save(self, stack, size: int):
+    """Nothing: a segment does not see past its own prefix."""
+    del stack, size
+    return ()
+
+  def restore(self, stack, saved, chunk: sizes_lib.Chunk):
+    del saved, chunk
+    return stack
+
+  def skip(self, stack, chunk: sizes_lib.Chunk):
+    """The cotangents of other chunks stay where they are."""
+    del chunk
+    return stack
+
+  def fit(self, stack, here: int):
+    return places.fit(stack, here)
+
+  def reach(self, at: mixer.OnPrefix):
+    """How far a segment sees: slots of the prefix, and `attention.Window`."""
+    return at.context.prefix_length, None
+
+  def forward(self, at: mixer.OnPrefix, params, mixed):
+    """Keeps the log-sum-exp of the scores for `backward`."""
+    layout, context = at.layout, at.context
+    q, k, v = self.heads(params, mixed, context.positions_GT)
+    slots, window = self.reach(at)
+    out, lse = layout.merge(*attention.forward(
+        layout.all(q, 3), k, v, at.prefix, at.layer, slots, context.lengths_G,
+        stripe=layout.stripe(), window=window, kernel=layout.kernel(q),
+        blocks=context.blocks,
+    ))
+    return out.astype(q.dtype), (k, v), lse
+
+  def backward(self, at, params, record, d_out, accumulator, popped):
+    def d_present(accumulator):
+      tokens = at.context.positions_GT.shape[1]
+      return tuple(
+          popped.scale * places.read(x, at.layer, popped.chunk.start, tokens)
+          for x in accumulator
       )
-      for old, new in zip(cache, present, strict=True)
-  )
 
+    return self.pull(
+        at, params, record, d_out, accumulator,
+        None if popped is None else d_present,
+    )
 
-def attend_cache(
-    config, params, mixed, layer, cache, prefix, prefix_length, slots_GT,
-    positions_GT, *, window=None, lowest_GT=None, rotate=rotate,
-):
-  """`decode` on top of a number of positions, with a window, rotated so."""
-  q, k, v = rotate(config, params, mixed, positions_GT)
-  cache = write_cache(cache, layer, slots_GT, (k, v))
-  out = attention.decode(
-      q, cache, layer, slots_GT, prefix, layer, prefix_length, window=window,
-      lowest_GT=lowest_GT,
-  )
-  return out, cache, None
+  def pull(
+      self, at: mixer.OnPrefix, params, record: mixer.Record, d_out,
+      accumulator, d_present,
+  ):
+    """`backward` with the cotangent of what the segment leaves behind.
 
+    Args:
+      at, params, record, d_out, accumulator: as in `backward`.
+      d_present: the accumulator ↦ cotangents of the segment's keys and values;
+        None for zeros.
+    """
+    layout, context = at.layout, at.context
+    (q, k, v), pull_heads = jax.vjp(
+        lambda p, *mixed: self.heads(p, mixed, context.positions_GT),
+        params, *record.mixed,
+    )
+    slots, window = self.reach(at)
+    delta = attention.row_delta(d_out, record.out)
+    dq, dk, dv, accumulator = attention.backward_rows(
+        layout.all(d_out, 3), layout.all(q, 3), k, v,
+        layout.all(record.extra, 3), layout.all(delta, 3), at.prefix, at.layer,
+        slots, accumulator=accumulator, stripe=layout.stripe(), window=window,
+        kernel=layout.kernel(q), blocks=context.blocks,
+    )
+    dq = layout.sum_mine(dq, 3).astype(q.dtype)
+    if d_present is not None:
+      # The op added to earlier positions only, so this may be read after it;
+      # read before, XLA would keep a second copy of the whole accumulator.
+      of_k, of_v = d_present(accumulator)
+      dk, dv = dk + of_k, dv + of_v
+    d_params, *d_mixed = pull_heads(
+        (dq, dk.astype(k.dtype), dv.astype(v.dtype))
+    )
+    return d_mixed, d_params, accumulator
 
-def settle(config, params, cache, block, taken_G):
-  """Slots beyond those that a branch took are not seen, and written over.
+  def cache(self, count, branches, tokens, stack):
+    """Room for the keys and values of each branch's own tokens."""
+    del stack
+    heads, size = self.slot_shape
+    shape = count, heads, branches, tokens, size
+    return tuple(jnp.zeros(shape, self.config.compute_dtype) for _ in range(2))
 
-  Args:
-    config: geometry.
-    params: of the stage `STAGE`, of the whole stack.
-    cache: of the stack.
-    block: what `decode` left of every layer.
-    taken_G: i32, how many of the block's tokens each branch took.
+  def decode(self, at: mixer.NewTokens, params, mixed, cache):
+    """Nothing needs to be settled."""
+    positions_GT = at.length + at.slots_GT
+    prefix = self.seen(at.stack, None, 0)
+    q, k, v = self.heads(params, mixed, positions_GT)
+    cache = places.write_cache(cache, at.layer, at.slots_GT, (k, v))
+    out = attention.decode(
+        q, cache, at.layer, at.slots_GT, prefix, at.layer, at.length
+    )
+    return out, cache, None
 
-  Returns:
-    The cache after the tokens that were taken.
-  """
-  del config, params, block, taken_G
-  return cache
+  def settle(self, params, cache, block, taken_G):
+    """Slots beyond those that a branch took are not seen, and written over."""
+    del params, block, taken_G
+    return cache
+
+  def weights(self) -> int:
+    config = self.config
+    heads = (2 + config.output_gate) * config.num_heads
+    heads += 2 * config.num_kv_heads
+    return config.width * heads * config.head_dim
+
+  def operations(self, tokens: int, prefix: int) -> int:
+    """Two products with 2d operations a query and a key that it sees.
+
+    Halves of the diagonal are left out.
+    """
+    def pairs(positions):
+      """Twice the pairs of a query and a key that it sees."""
+      near = positions if self.window is None else min(positions, self.window)
+      return near * (2 * positions - near)
+
+    d = self.config.num_heads * self.slot_shape[1]
+    return 2 * d * (pairs(prefix + tokens) - pairs(prefix))
+
+  def stage_bytes(self) -> int:
+    config = self.config
+    itemsize = jnp.dtype(config.compute_dtype).itemsize
+    wide = config_lib.at_least_float32(config.compute_dtype).itemsize
+    heads = (2 + config.output_gate) * config.num_heads * config.head_dim
+    keys = 2 * config.num_kv_heads * config.head_dim
+    numbers = 2 * config.width + heads + keys
+    return itemsize * numbers + wide * config.num_heads

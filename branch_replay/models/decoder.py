@@ -27,7 +27,7 @@ class Period(nn.Module):
   """A turn of a pattern: one layer of every kind in it."""
 
   config: config_lib.ModelConfig
-  kinds: tuple[str, ...]
+  kinds: tuple[config_lib.Kind, ...]
   experts: bool
 
   @nn.compact

@@ -40,7 +40,7 @@ class DeltaProject(nn.Module):
     )
 
 
-class DeltaMixer(nn.Module):
+class DeltaRecur(nn.Module):
   """Owns the parameters of the convolution and of the decay.
 
   Called, it is the readable mixer on whole sequences.

@@ -180,10 +180,14 @@ class Rotate(nn.Module):
 
   Query head h = k·R + r lands at [k, ..., r]: heads that share key-value head
   k are neighbours, so the attention op folds them into rows of one matrix.
+
+  Attributes:
+    config: geometry.
+    rope: base and scaling of the rotary frequencies; None for the config's.
   """
 
   config: config_lib.ModelConfig
-  kind: str = "full"
+  rope: tuple[float, config_lib.RopeScaling | None] | None = None
 
   @nn.compact
   def __call__(self, query, key, value, positions_GT):
@@ -197,7 +201,7 @@ class Rotate(nn.Module):
     if config.qk_norm:
       q_GTND = norm(config, "query_norm")(q_GTND, config.query_factor)
       k_GTND = norm(config, "key_norm")(k_GTND)
-    theta, scaling = config.rope_of(self.kind)
+    theta, scaling = self.rope or (config.rope_theta, config.rope_scaling)
     turn = dict(theta=theta, scaling=scaling, dim=config.rotary_dim)
     q_GTND = rope.rotate(q_GTND, positions_GT, **turn)
     k_GTND = rope.rotate(k_GTND, positions_GT, **turn)

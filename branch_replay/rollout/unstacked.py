@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from branch_replay import config as config_lib
 from branch_replay import fingerprint
 from branch_replay import pattern
+from branch_replay.mixers import kinds
 
 
 class Layers(NamedTuple):
@@ -68,8 +69,8 @@ def _parts(config: config_lib.ModelConfig, layer_params):
       [
           [
               # Only `models.layers.Linear` reads a kernel in this form.
-              _of(stack, turn) if isinstance(kind, config_lib.LayerKind)
-              else transposed(_of(stack, turn))
+              transposed(_of(stack, turn))
+              if kinds.of(config, kind).transposes else _of(stack, turn)
               for kind, stack in zip(part.kinds, stacks, strict=True)
           ]
           for turn in range(part.count)

@@ -120,7 +120,7 @@ def decays(params) -> Any:
   for these 0 is no smaller model but another one. What counts is the name, the
   last key of a path, because layers are stacked and a scale has two axes like a
   matrix. A name that is not known does not decay: the projections of a
-  `LayerKind` of one's own are called "kernel", as flax calls them, to do so.
+  mixer of one's own are called "kernel", as flax calls them, to do so.
 
   Args:
     params: a nested dict, of all parameters or of a part.

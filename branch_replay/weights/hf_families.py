@@ -11,6 +11,7 @@ from typing import Any
 
 from branch_replay import config as config_lib
 from branch_replay import pattern
+from branch_replay.mixers import kinds
 from branch_replay.weights import hf_fields
 
 _KINDS = {
@@ -116,7 +117,7 @@ def _gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
-  local, _ = config.rope_of("sliding")
+  local, _ = kinds.of(config, "sliding").rope
   return {
       "architectures": ["Gemma3ForCausalLM"],
       "model_type": "gemma3_text",

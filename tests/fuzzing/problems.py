@@ -16,6 +16,7 @@ import branch_replay as br
 from branch_replay import group as group_lib
 from branch_replay.config import KINDS
 from branch_replay.config import Adapter
+from branch_replay.mixers import kinds
 from tests import tiny
 
 TEXTS = 6  # lengths in one shape, of a problem of groups
@@ -127,7 +128,7 @@ def draw(seed: int) -> Problem:
   d = Draw(seed)
   config = draw_config(d)
   kind = d.one("group", "group", "group", "stacked", "tree", "tree", "blocks")
-  if kind == "blocks" and config.recurrent:
+  if kind == "blocks" and kinds.recurrent(config):
     kind = "group"
   chunk = d.between(1, 12)
   dtype = "float32" if d.chance(0.15) else "float64"
@@ -320,11 +321,11 @@ def draw_run(d: Draw, problem: Problem, chunk: int) -> Run:
     if problem.trainable == "all" and not problem.balance:
       drivers += ["state autodiff"]
   if problem.kind == "group" and (
-      mode == "stop" or (mode == "exact" and config.positional)
+      mode == "stop" or (mode == "exact" and kinds.positional(config))
   ):
     drivers += ["extended"]
   driver = d.one(*drivers)
-  if driver == "host" and config.positional and d.chance(0.3):
+  if driver == "host" and kinds.positional(config) and d.chance(0.3):
     driver = "offload"
   devices = d.one(1, 1, 1, 8, d.one(2, 3, 4))
   if driver in ("kept", "offload", "extended"):
@@ -343,7 +344,7 @@ def draw_run(d: Draw, problem: Problem, chunk: int) -> Run:
   ):
     schedule["attention"] = "splash"
   sampling = None
-  if mode == "sampled" and config.recurrent:
+  if mode == "sampled" and kinds.recurrent(config):
     mode = "exact"
   if mode == "sampled":
     law = d.one("importance", "top")

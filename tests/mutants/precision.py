@@ -393,10 +393,10 @@ PRECISION = faults(
     (
         "gradients of 64 equal tails, fault 3",
         "mixers/delta.py",
-        "  wide = config_lib.at_least_float32(config.compute_dtype)\n  return "
-        "_left(config, count, 1, sizes.devices, wide, wide)",
-        "  wide = config.compute_dtype\n  return _left(config, count, 1, "
-        "sizes.devices, wide, wide)",
+        "    wide = config_lib.at_least_float32(self.config.compute_dtype)\n"
+        "    return self._left(count, 1, sizes.devices, wide, wide)",
+        "    wide = self.config.compute_dtype\n"
+        "    return self._left(count, 1, sizes.devices, wide, wide)",
         _DIGITS.format("gradients_of_64_equal_tails"),
     ),
     (

@@ -29,7 +29,8 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay import segment
 from branch_replay import state as state_lib
-from branch_replay.mixers import attention as mixer
+from branch_replay.mixers import kinds
+from branch_replay.mixers import places
 from branch_replay.models import decoder
 from branch_replay.ops import attention
 from branch_replay.rollout import block
@@ -125,7 +126,7 @@ class Learned:
       )
     check_fits(config)
     return Memory(
-        mixer.cache(config, 1, branches, room, None),
+        kinds.of(config, "full").cache(1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
         block.head_table(model, inputs.params)[self.vocabulary],
     )
@@ -179,7 +180,7 @@ class Learned:
     state, last = inputs.state, model.config.num_layers - 1
 
     def attend(q, k, v):
-      new = mixer.write_cache(cache, 0, slots_NT, (k, v))
+      new = places.write_cache(cache, 0, slots_NT, (k, v))
       out = attention.decode(
           q, new, 0, slots_NT, state.mixer, last, state.length
       )
@@ -221,7 +222,7 @@ def layer(
     hidden_NTM: the model's hidden state before each token.
     tokens_NT: i32, the token that followed.
     positions_NT: i32, absolute positions of the tokens.
-    attend: (q, k, v), as `mixers.attention.rotate` gives them, -> (out_KGRTD,
+    attend: (q, k, v), as `FullAttention.heads` gives them, -> (out_KGRTD,
       anything).
 
   Returns:
@@ -233,7 +234,8 @@ def layer(
   kernel_AM = drafter_params["pair"]["kernel"].astype(pairs_NTA.dtype)
 
   def mix(params, mixed):
-    return attend(*mixer.rotate(model.config, params, mixed, positions_NT))
+    full = kinds.of(model.config, "full")
+    return attend(*full.heads(params, mixed, positions_NT))
 
   y_NTM, extra, _ = segment.layer_forward(
       model.config, "full", drafter_params["layer"], pairs_NTA @ kernel_AM, mix

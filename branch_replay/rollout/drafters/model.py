@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import state as state_lib
+from branch_replay.mixers import kinds
 from branch_replay.models import decoder
 from branch_replay.rollout import block
 from branch_replay.rollout import law as law_lib
@@ -51,7 +52,7 @@ class Model:
           "drafter's model."
       )
     config = self.model.config
-    if config.recurrent:
+    if kinds.recurrent(config):
       raise ValueError(
           "A drafter with recurrent layers cannot take its drafts back: use "
           "one of attention layers."

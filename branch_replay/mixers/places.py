@@ -1,0 +1,71 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays with a place for every position, [L, K, P, D], in tuples."""
+
+import jax
+from jax import lax
+from jax.experimental import layout as layout_lib
+from jax.experimental.layout import with_layout_constraint
+import jax.numpy as jnp
+
+from branch_replay import host_memory
+from branch_replay.mixers import sizes as sizes_lib
+
+
+def fit(stack, here: int):
+  """The arrays with places for `here` positions, cut off or padded."""
+  def fit_one(x_LKPD):
+    if x_LKPD.shape[2] >= here:
+      return lax.slice_in_dim(x_LKPD, 0, here, axis=2)
+    room = here - x_LKPD.shape[2]
+    return jnp.pad(x_LKPD, ((0, 0), (0, 0), (0, room), (0, 0)))
+
+  return tuple(fit_one(x) for x in stack)
+
+
+def push(stack, present, chunk: sizes_lib.Chunk):
+  """The arrays with those of a chunk, [L, K, G=1, C, D], at its places."""
+  return tuple(
+      lax.dynamic_update_slice_in_dim(
+          x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
+      )
+      for x, new in zip(stack, present, strict=True)
+  )
+
+
+def extend(stack, present, chunk: sizes_lib.Chunk):
+  """`push` of the real positions alone, as there may be no room for more."""
+  at = jnp.arange(present[0].shape[3])
+  at = jnp.where(at < chunk.tokens, chunk.start + at, stack[0].shape[2])
+  return tuple(
+      x.at[:, :, at].set(new[:, :, 0], mode="drop")
+      for x, new in zip(stack, present, strict=True)
+  )
+
+
+def read(x_LKPD, layer, start, tokens: int):
+  """What stands at a segment of one row in one layer, [K, G=1, C, D]."""
+  x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
+  x_KCD = lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)
+  # What follows would rather have positions innermost; unpinned, XLA for TPU
+  # keeps a transposed copy of the whole accumulator to read this from.
+  x_KCD = with_layout_constraint(x_KCD, layout_lib.Layout((0, 1, 2)))
+  return lax.optimization_barrier(x_KCD)[:, None]
+
+
+def write_cache(cache, layer, slots_GT: jax.Array, present):
+  """A cache with new keys and values at their slots of one layer.
+
+  Args:
+    cache: pair of [L, K, G, S, D].
+    layer: i32 scalar.
+    slots_GT: where; slots ≥ S are dropped.
+    present: pair of [K, G, T, D].
+  """
+  rows_G1 = jnp.arange(slots_GT.shape[0])[:, None]
+  return tuple(
+      old.at[layer, :, rows_G1, slots_GT].set(
+          new.transpose(1, 2, 0, 3).astype(old.dtype), mode="drop"
+      )
+      for old, new in zip(cache, present, strict=True)
+  )
