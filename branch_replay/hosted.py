@@ -145,9 +145,6 @@ def gradient(
     keep = "stages"
   if spec.prefix_gradient == "sampled":
     draws = Draws(spec, program, key)
-  # What a popped run leaves must not be counted with what is pushed there next,
-  # nor with the run before it when that is drawn.
-  clears = program.branches_off or draws is not None
   shown = [
       step for step in program.steps
       if spec.accumulates or step.kind != Kind.CLOSE
@@ -181,8 +178,8 @@ def gradient(
       elif spec.accumulates:
         turn = draws.turn() if draws else None
         grads, total, rest, report, *out = _pop(
-            spec, loss, clears, params, grads, total, state, run, stack.pop(),
-            places, mine, turn, seeds,
+            spec, loss, params, grads, total, state, run, stack.pop(), places,
+            mine, turn, seeds,
         )
         state = state_lib.with_rest(spec.config, state, rest)
         if draws:
@@ -501,10 +498,10 @@ def _push_and_visit(
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _pop(
-    spec, loss, clears, params, grads, total, state, run, opened, places,
-    args, turn, seeds,
+    spec, loss, params, grads, total, state, run, opened, places, args, turn,
+    seeds,
 ):
   """Takes a run off the state and pulls all that has come in of it back."""
   def here(params, grads, total, state, run, opened, places, args, turn, seeds):
@@ -517,10 +514,9 @@ def _pop(
       of_rest = state_lib.rest_of(spec.config, total)
       of_rest = jax.tree.map(jnp.add, opened.of_parent, of_rest)
       total = state_lib.with_rest_of(spec.config, total, of_rest)
-    if clears:
-      start = spec.layout.here(run.first)
-      width = run.tokens_RS.shape[1] // spec.layout.devices
-      total = _cleared(spec.config, total, start, width)
+    start = spec.layout.here(run.first)
+    width = run.tokens_RS.shape[1] // spec.layout.devices
+    total = _cleared(spec.config, total, start, width)
     return grads, total, rest, report, out, value
 
   mixer = _Open("mixer", "all", "mixer")
@@ -532,7 +528,11 @@ def _pop(
 
 
 def _cleared(config: config_lib.ModelConfig, total, start, width: int):
-  """Zeros where the next run's cotangents will be added up."""
+  """The accumulator without what has come in of a run that was popped.
+
+  The next run that is pushed there starts from nothing, and the padding of the
+  run before reaches this far.
+  """
   def clear(x_LKPD):
     shape = *x_LKPD.shape[:2], width, x_LKPD.shape[3]
     zeros = host_memory.beside(jnp.zeros(shape, x_LKPD.dtype), x_LKPD)

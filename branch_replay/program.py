@@ -95,13 +95,6 @@ class Program(NamedTuple):
     return 1 << max(int(deepest) - 1, 0).bit_length()
 
   @property
-  def branches_off(self) -> bool:
-    """Whether a run is pushed where another one has been popped."""
-    kinds = [step.kind for step in self.steps]
-    closed = kinds.index(Kind.CLOSE) if Kind.CLOSE in kinds else len(kinds)
-    return Kind.OPEN in kinds[closed:]
-
-  @property
   def tokens(self) -> int:
     """Tokens that go through the model, without padding."""
     return sum(int(np.sum(run.lengths_R)) for run in self.started)

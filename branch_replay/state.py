@@ -235,7 +235,8 @@ def rest_of(config: config_lib.ModelConfig, mixer):
   """
   return pattern.over(
       config,
-      lambda kind, stack: () if kinds.of(config, kind).positional else stack, mixer,
+      lambda kind, stack: () if kinds.of(config, kind).positional else stack,
+      mixer,
   )
 
 
@@ -289,7 +290,8 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
   """The cotangent where a chunk's turn to be popped passes."""
   return pattern.over(
       config,
-      lambda kind, stack: kinds.of(config, kind).skip(stack, chunk), accumulator,
+      lambda kind, stack: kinds.of(config, kind).skip(stack, chunk),
+      accumulator,
   )
 
 

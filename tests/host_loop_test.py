@@ -76,7 +76,7 @@ def test_an_interrupt_between_chunks_changes_nothing(monkeypatch):
   chex.assert_trees_all_equal(before, (params, group))
 
 
-STATIC = {"_push": (0, 1, 2), "_visit": (0, 1), "_pop": (0, 1, 2)}
+STATIC = {"_push": (0, 1, 2), "_visit": (0, 1), "_pop": (0, 1)}
 
 
 def recorded(monkeypatch, name, calls):

@@ -345,7 +345,7 @@ def test_no_step_copies_the_state_or_its_cotangent(step):
             None,
         ),
         "close": lambda: hosted._pop.lower(
-            task, tiny.loss, True, params, grads, total, state, run,
+            task, tiny.loss, params, grads, total, state, run,
             hosted._Open((), None, rest), places, args, None, None,
         ),
         "stop": lambda: hosted._push_and_visit.lower(
