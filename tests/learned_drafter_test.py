@@ -18,8 +18,8 @@ from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import Learned
 from branch_replay.rollout.drafters import learned_loss
 from branch_replay.rollout.drafters import vocabulary
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from tests import drafters
 from tests import sample_test
 from tests import speculative_test
@@ -68,13 +68,14 @@ def test_no_temporary_of_a_round_grows_with_the_prompt():
 
   def temporaries(positions):
     state = state_lib.empty(tiny.BASE, positions)
-    inputs = Inputs(
+    inputs = RolloutInputs(
         params, state, jnp.int32(1), jax.random.key(0),
         jnp.zeros(0, jnp.int32), jnp.int32(8),
     )
     answers, rows = loop.start(decoder, inputs, made, 2, 8)
     compiled = loop.rounds.lower(
-        Task(decoder, br.Law(), 2), inputs, made, answers, rows, np.int32(0)
+        RoundSettings(decoder, br.Law(), 2), inputs, made, answers, rows,
+        np.int32(0),
     ).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -148,9 +149,9 @@ class Told:
   def init(self, *args):
     return self.learned.init(*args)
 
-  def propose(self, task, memory, view):
-    _, memory = self.learned.propose(task, memory, view)
-    return self.oracle.propose(task, (), view)[0], memory
+  def propose(self, settings, memory, view):
+    _, memory = self.learned.propose(settings, memory, view)
+    return self.oracle.propose(settings, (), view)[0], memory
 
   def observe(self, *args):
     return self.learned.observe(*args)
@@ -161,7 +162,7 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   decoder, params = tiny.model(CONFIG)
   made = Told(drafter(), speculative_test.oracle((0, 2, 3, 1, 3, 0)))
   state = br.capture(decoder, params, PROMPT)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       params, state, jnp.int32(PROMPT[-1]), jax.random.key(6),
       jnp.zeros(0, jnp.int32), jnp.int32(20),
   )
@@ -169,7 +170,7 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   advance = jax.jit(round_lib.advance, static_argnums=0)
   for _ in range(3):
     answers, rows = advance(
-        Task(decoder, br.Law(), 3), inputs, made, answers, rows
+        RoundSettings(decoder, br.Law(), 3), inputs, made, answers, rows
     )
   assert answers.lengths.tolist()[:2] == [3, 9]
   lengths = np.asarray(answers.lengths)
@@ -192,10 +193,10 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   # What it would draft next: the same pass, with predictions in place of what
   # is not known yet.
   view = round_lib.look(
-      Task(decoder, br.Law(), 3), inputs, answers, rows.ids_N
+      RoundSettings(decoder, br.Law(), 3), inputs, answers, rows.ids_N
   )
   draft_Nk, _ = jax.jit(made.learned.propose, static_argnums=0)(
-      Task(decoder, br.Law(), 3), rows.memory, view
+      RoundSettings(decoder, br.Law(), 3), rows.memory, view
   )
   table_UM = params["head"]["table"][::2]
   for place in range(3):

@@ -26,12 +26,12 @@ def rising(update: int) -> float:
 def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
     decay, falling
 ):
-  rate = optimizers.schedule(2e-3, updates=12, warmup=4, decay=decay)
+  rate = optimizers.learning_rates(2e-3, updates=12, warmup=4, decay=decay)
   for update in range(15):
     share = min(1, max(0, update - 4) / 8)  # a tenth from update 12 on
     wanted = 2e-3 * (rising(update) if update < 4 else falling(share))
     assert float(rate(update)) == pytest.approx(wanted, rel=1e-5), update
-  at_once = optimizers.schedule(2e-3, updates=8, decay=decay)
+  at_once = optimizers.learning_rates(2e-3, updates=8, decay=decay)
   for update in range(9):
     wanted = 2e-3 * falling(update / 8)
     assert float(at_once(update)) == pytest.approx(wanted, rel=1e-5), update
@@ -47,7 +47,7 @@ def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
 def test_schedules_that_are_none_are_refused(wrong, message):
   settings = dict(learning_rate=1e-3, updates=10) | wrong
   with pytest.raises(ValueError, match=message):
-    optimizers.schedule(settings.pop("learning_rate"), **settings)
+    optimizers.learning_rates(settings.pop("learning_rate"), **settings)
 
 
 def problem():

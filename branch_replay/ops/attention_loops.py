@@ -120,7 +120,7 @@ def prefix_forward(q_KND, prefix, layer, prefix_length, lowest_N=None):
   heads, rows, head_dim = q_KND.shape
   dtype = config_lib.at_least_float32(q_KND.dtype)
   row = tiling.even(rows, tiling.FORWARD_ROWS)
-  column = tiling.Columns(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
+  column = tiling.PrefixTiles(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
   q_KND = tiling.pad(q_KND, 1, row.padded)
   columns = column.count(prefix_length)
   if lowest_N is not None:
@@ -223,7 +223,7 @@ def prefix_backward(
   heads, rows, head_dim = q_KND.shape
   dtype = lse_KN.dtype
   row = tiling.even(rows, tiling.BACKWARD_ROWS)
-  column = tiling.Columns(prefix[0].shape[2], tiling.BACKWARD_COLUMNS)
+  column = tiling.PrefixTiles(prefix[0].shape[2], tiling.BACKWARD_COLUMNS)
   d_out_KND = tiling.pad(d_out_KND, 1, row.padded)
   q_KND = tiling.pad(q_KND, 1, row.padded)
   lse_KN = tiling.pad(lse_KN, 1, row.padded, value=jnp.inf)

@@ -49,7 +49,7 @@ class Parameters(NamedTuple):
   rate_bias_KR: jax.Array
 
 
-class _Inputs(NamedTuple):
+class _DeltaInputs(NamedTuple):
   """What the recurrence reads, at least float32."""
 
   q_GTKD: jax.Array
@@ -124,7 +124,7 @@ def step(
   return out_GTKRE, matrix_GKRDE, seen_GTKX[:, 1:].swapaxes(1, 2)
 
 
-def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _Inputs:
+def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _DeltaInputs:
   """Of T tokens, from T + W − 1 inputs of the convolution."""
   tokens, repeats = rates_GTKR.shape[1], params.log_rate_KR.shape[1]
   wide = config_lib.at_least_float32(seen_GTKX.dtype)
@@ -139,7 +139,7 @@ def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _Inputs:
   strength_GTKR, speed_GTKR = jnp.split(rates_GTKR.astype(wide), 2, axis=-1)
   rate_KR = jnp.exp(params.log_rate_KR.astype(wide))
   speed_GTKR += params.rate_bias_KR.astype(wide)[None, None]
-  return _Inputs(
+  return _DeltaInputs(
       _unit(q_GTKD) * key_dim**-0.5,
       _unit(k_GTKD),
       v_GTKX.reshape(*v_GTKX.shape[:3], repeats, -1),
@@ -153,7 +153,7 @@ def _unit(x):
   return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPSILON)
 
 
-def _blocks(inputs: _Inputs, matrix_GKRDE):
+def _blocks(inputs: _DeltaInputs, matrix_GKRDE):
   """(out_GTKRE, S after the last token), block by block."""
   tokens = inputs.q_GTKD.shape[1]
   cut = tiling.even(tokens, BLOCK)

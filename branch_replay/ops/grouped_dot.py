@@ -22,7 +22,7 @@ from branch_replay import config as config_lib
 _LARGEST = 512  # rows of a block
 
 
-class _Blocks(NamedTuple):
+class _RowBlocks(NamedTuple):
   """Which rows every turn of the loop takes; turns from `count` on are void."""
 
   group_B: jax.Array
@@ -36,7 +36,7 @@ def _block_rows(rows: int, groups: int) -> int:
   return min(1 << (rows // groups).bit_length(), _LARGEST)
 
 
-def _blocks(sizes_E, rows: int, size: int) -> _Blocks:
+def _blocks(sizes_E, rows: int, size: int) -> _RowBlocks:
   groups = sizes_E.shape[0]
   ends_E, turns_E = jnp.cumsum(sizes_E), -(-sizes_E // size)
   after_E = jnp.cumsum(turns_E)
@@ -45,7 +45,7 @@ def _blocks(sizes_E, rows: int, size: int) -> _Blocks:
   group_B = jnp.minimum(done_B, groups - 1)
   within_B = turn_B - (after_E - turns_E)[group_B]
   start_B = (ends_E - sizes_E)[group_B] + size * within_B
-  return _Blocks(group_B, start_B, ends_E[group_B], after_E[-1])
+  return _RowBlocks(group_B, start_B, ends_E[group_B], after_E[-1])
 
 
 @jax.custom_vjp

@@ -98,7 +98,7 @@ def add(x, at, window):
   return write(x, at, old + window)  # rounded to a narrower x once
 
 
-class Columns:
+class PrefixTiles:
   """Tiles over the positions of a prefix state of any capacity.
 
   The last tile is moved back to end at the capacity; `seen` hides from it the

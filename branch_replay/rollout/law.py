@@ -55,7 +55,7 @@ def noise(key, row, position, size: int, dtype) -> jax.Array:
   return jax.random.gumbel(key, (size,), dtype)
 
 
-def block_noise(law: Law, key, rows_N, positions_NT, size: int, dtype):
+def noise_of_rows(law: Law, key, rows_N, positions_NT, size: int, dtype):
   """`noise` of several rows and positions, [N, T, size]; None if greedy."""
   if not law.temperature:
     return None

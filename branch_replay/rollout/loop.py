@@ -20,12 +20,12 @@ import numpy as np
 from branch_replay import config as config_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import result
 from branch_replay.rollout import round as round_lib
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
 
@@ -42,14 +42,15 @@ def buckets(branches: int) -> tuple[int, ...]:
 
 
 def start(
-    model: decoder.Decoder, inputs: Inputs, drafter, branches: int, room: int
+    model: decoder.Decoder, inputs: RolloutInputs, drafter, branches: int,
+    room: int,
 ):
   """Answers and rows of a group before its first round."""
   config = model.config
   memory = None
   if drafter is not None:
     memory = drafter.init(model, inputs, branches, room)
-  rows = round_lib.Rows(
+  rows = round_lib.RunningRows(
       jnp.arange(branches, dtype=jnp.int32),
       state_lib.caches(config, inputs.state.mixer, branches, room),
       memory,
@@ -60,8 +61,8 @@ def start(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def rounds(
-    task: Task, inputs: Inputs, drafter, answers: Rollout,
-    rows: round_lib.Rows, most_running,
+    settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
+    rows: round_lib.RunningRows, most_running,
 ):
   """Rounds until at most `most_running` of the rows are unfinished.
 
@@ -75,30 +76,32 @@ def rounds(
 
   def one(carry):
     answers, rows, count = carry
-    answers, rows = round_lib.advance(task, inputs, drafter, answers, rows)
+    answers, rows = round_lib.advance(settings, inputs, drafter, answers, rows)
     return answers, rows, count + 1
 
   return lax.while_loop(unfinished, one, (answers, rows, jnp.int32(0)))
 
 
 @jax.jit
-def keep(drafter, rows: round_lib.Rows, index) -> round_lib.Rows:
+def select_rows(
+    drafter, rows: round_lib.RunningRows, index
+) -> round_lib.RunningRows:
   """Some of the rows, in the order of `index`."""
   memory = rows.memory
   if drafter is not None:
-    memory = drafter.keep(memory, index)
-  return round_lib.Rows(
-      rows.ids_N[index], block.keep(rows.cache, index), memory
+    memory = drafter.select(memory, index)
+  return round_lib.RunningRows(
+      rows.ids_N[index], decode.select_rows(rows.cache, index), memory
   )
 
 
 def _programs() -> int:
   """Programs of this module that have been compiled so far."""
-  return rounds._cache_size() + keep._cache_size()
+  return rounds._cache_size() + select_rows._cache_size()
 
 
 def run(
-    model: decoder.Decoder, law: law_lib.Law, inputs: Inputs, drafter,
+    model: decoder.Decoder, law: law_lib.Law, inputs: RolloutInputs, drafter,
     draft_lengths: Mapping[int, int], *, branches: int, room: int,
 ) -> Rollout:
   """All rounds of a group.
@@ -127,10 +130,10 @@ def run(
       if finished_N.size > size:
         # Unfinished rows first; finished ones fill the bucket up.
         order = np.argsort(finished_N, kind="stable")[:size]
-        rows = keep(drafter, rows, order.astype(np.int32))
+        rows = select_rows(drafter, rows, order.astype(np.int32))
       answers, rows, count = rounds(
-          Task(model, law, draft_lengths[size]), inputs, drafter, answers,
-          rows, np.int32(smaller),
+          RoundSettings(model, law, draft_lengths[size]), inputs, drafter,
+          answers, rows, np.int32(smaller),
       )
       finish_G, ids_N = np.asarray(answers.finish), np.asarray(rows.ids_N)
       finished_N = finish_G[ids_N] != Finish.RUNNING

@@ -14,7 +14,7 @@ from branch_replay.rollout import law as law_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class RoundSettings:
   """The static half of a round: what a compilation depends on.
 
   Attributes:
@@ -28,7 +28,7 @@ class Task:
   draft_length: int = 0
 
 
-class Inputs(NamedTuple):
+class RolloutInputs(NamedTuple):
   """The other half; no round changes it.
 
   Attributes:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout.drafters import drafter as drafter_lib
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
 
 
-class Rows(NamedTuple):
+class RunningRows(NamedTuple):
   """The N rows that are run; the others are finished.
 
   Attributes:
@@ -51,7 +51,7 @@ def accept(draft_Nk, tokens_NT):
   return jnp.sum(held_Nk, axis=1, dtype=jnp.int32)
 
 
-def end(tokens_NT, held_N, lengths_N, inputs: Inputs):
+def end(tokens_NT, held_N, lengths_N, inputs: RolloutInputs):
   """Where rows end within a block.
 
   Args:
@@ -76,13 +76,16 @@ def end(tokens_NT, held_N, lengths_N, inputs: Inputs):
   return emitted_N.astype(jnp.int32), finish_N.astype(jnp.int32)
 
 
-def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
+def advance(
+    settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
+    rows: RunningRows,
+):
   """One round of N rows.
 
   Args:
-    task: the static half.
+    settings: the static half.
     inputs: what does not change.
-    drafter: see `drafters.drafter`; None if task.draft_length is 0.
+    drafter: see `drafters.drafter`; None if settings.draft_length is 0.
     answers: of all G rows, so far.
     rows: those that are run. A finished one may be among them: it is run and
       takes nothing.
@@ -90,23 +93,24 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
   Returns:
     The answers and the rows after the round.
   """
-  view = look(task, inputs, answers, rows.ids_N)
+  view = look(settings, inputs, answers, rows.ids_N)
   memory = rows.memory
   draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
   if drafter is not None:
-    draft_Nk, memory = drafter.propose(task, memory, view)
-  hidden_NTM, cache, inputs_run = block.run(
-      task.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
-      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1), inputs.layers,
+    draft_Nk, memory = drafter.propose(settings, memory, view)
+  hidden_NTM, cache, inputs_run = decode.run(
+      settings.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
+      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
+      layers=inputs.layers,
   )
-  tokens_NT, log_probs_NT = _draw(task, inputs, hidden_NTM, view.noise_NTV)
+  tokens_NT, log_probs_NT = _draw(settings, inputs, hidden_NTM, view.noise_NTV)
   accepted_N = accept(draft_Nk, tokens_NT)
   emitted_N, finish_N = end(tokens_NT, accepted_N + 1, view.lengths_N, inputs)
   finish_before_N = answers.finish[rows.ids_N]
   running_N = finish_before_N == Finish.RUNNING
   emitted_N = jnp.where(running_N, emitted_N, 0)
-  cache = block.settle(
-      task.model, inputs.params, cache, inputs_run, emitted_N
+  cache = decode.settle(
+      settings.model, inputs.params, cache, inputs_run, emitted_N
   )
   ran_N = running_N.astype(jnp.int32)
   answers = dataclasses.replace(
@@ -115,25 +119,27 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
           jnp.where(running_N, finish_N, finish_before_N)
       ),
       rounds=answers.rounds.at[rows.ids_N].add(ran_N),
-      drafted=answers.drafted.at[rows.ids_N].add(task.draft_length * ran_N),
+      drafted=answers.drafted.at[rows.ids_N].add(settings.draft_length * ran_N),
       accepted=answers.accepted.at[rows.ids_N].add(
           jnp.minimum(accepted_N, emitted_N)
       ),
   )
   if drafter is not None:
-    outcome = drafter_lib.Outcome(hidden_NTM, tokens_NT, emitted_N)
-    memory = drafter.observe(task, memory, view, outcome)
-  return answers, Rows(rows.ids_N, cache, memory)
+    outcome = drafter_lib.RoundOutcome(hidden_NTM, tokens_NT, emitted_N)
+    memory = drafter.observe(settings, memory, view, outcome)
+  return answers, RunningRows(rows.ids_N, cache, memory)
 
 
-def look(task: Task, inputs: Inputs, answers: Rollout, ids_N):
+def look(
+    settings: RoundSettings, inputs: RolloutInputs, answers: Rollout, ids_N
+):
   """What a round begins with, for the drafter and for the draw."""
   lengths_N = answers.lengths[ids_N]
   last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]
-  slots_NT = block.slots(lengths_N, 1 + task.draft_length)
-  noise_NTV = law_lib.block_noise(
-      task.law, inputs.key, ids_N, inputs.state.length + 1 + slots_NT,
-      task.model.config.vocab_size, answers.log_probs.dtype,
+  slots_NT = decode.slots(lengths_N, 1 + settings.draft_length)
+  noise_NTV = law_lib.noise_of_rows(
+      settings.law, inputs.key, ids_N, inputs.state.length + 1 + slots_NT,
+      settings.model.config.vocab_size, answers.log_probs.dtype,
   )
   return drafter_lib.View(
       inputs, answers, ids_N, lengths_N,
@@ -141,24 +147,26 @@ def look(task: Task, inputs: Inputs, answers: Rollout, ids_N):
   )
 
 
-def _draw(task: Task, inputs: Inputs, hidden_NTM, noise_NTV):
+def _draw(
+    settings: RoundSettings, inputs: RolloutInputs, hidden_NTM, noise_NTV
+):
   """The token after each of a block, and its log-prob, [N, T] both."""
   shape = hidden_NTM.shape[:2]
-  logits_NV = block.logits(
+  logits_NV = decode.logits(
       hidden_NTM.reshape(-1, hidden_NTM.shape[-1]),
-      block.head_table(task.model, inputs.params),
+      decode.head_table(settings.model, inputs.params),
   )
   noise_NV = None
   if noise_NTV is not None:
     noise_NV = noise_NTV.reshape(logits_NV.shape)
-  tokens_N, log_probs_N = law_lib.draw(task.law, logits_NV, noise_NV)
+  tokens_N, log_probs_N = law_lib.draw(settings.law, logits_NV, noise_NV)
   return tokens_N.reshape(shape), log_probs_N.reshape(shape)
 
 
 def _append(answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N):
   """Answers with the first `emitted_N` tokens of a block at their ends."""
   room, size = answers.tokens.shape[1], tokens_NT.shape[1]
-  slots_NT = block.slots(answers.lengths[ids_N], size)
+  slots_NT = decode.slots(answers.lengths[ids_N], size)
   emitted_NT = jnp.arange(size)[None] < emitted_N[:, None]
   at = ids_N[:, None], jnp.where(emitted_NT, slots_NT, room)
   return dataclasses.replace(

@@ -34,7 +34,7 @@ from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters.drafter import Drafter
-from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import RolloutInputs
 from branch_replay.rollout.result import Rollout
 from branch_replay.schedule import Schedule
 
@@ -120,7 +120,7 @@ def sample(
     prefix.check_samplable(state, model, params, group, version)
   if layers is not None:
     unstacked.check(layers, params, version)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       # Without what only learning reads: else a state that has it would be
       # another program's argument.
       params, dataclasses.replace(state, kept=None, model=None),
@@ -168,7 +168,7 @@ def _draft_lengths(draft_length, sizes, drafter) -> dict[int, int]:
   """k of every batch bucket, largest first."""
   if drafter is not None:
     lacks = [
-        name for name in ("init", "propose", "observe", "keep")
+        name for name in ("init", "propose", "observe", "select")
         if not hasattr(drafter, name)
     ]
     if lacks or isinstance(drafter, type):

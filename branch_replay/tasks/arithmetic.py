@@ -25,7 +25,7 @@ _QUESTION = "Continue in the same way, with the result alone: "
 _TRIES = 1000
 
 
-class ArithmeticRows(builder.Rows, skip_registration=True):
+class ArithmeticRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `Arithmetic`."""
 
   name = "arithmetic"
@@ -47,7 +47,7 @@ class Arithmetic(builder.Recipe):
   """
 
   name: ClassVar[str] = "arithmetic"
-  rows_builder: ClassVar[type[builder.Rows]] = ArithmeticRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = ArithmeticRows
 
   operations: str = "+-"
   min_digits: int = 1

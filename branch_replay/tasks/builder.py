@@ -43,7 +43,7 @@ class Recipe(abc.ABC):
   """
 
   name: ClassVar[str]
-  rows_builder: ClassVar[type["Rows"]]
+  rows_builder: ClassVar[type["RowsBuilder"]]
   verifiable: ClassVar[bool] = True  # see `task.Task`
 
   seed: int = 0
@@ -94,7 +94,7 @@ class Config(tfds.core.BuilderConfig):
   text: text_lib.Text | None = None
 
 
-class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+class RowsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
   """Rows of token ids; subclasses name a task and its VERSION.
 
   VERSION counts the meanings of equal settings: raise it when the code that
@@ -135,7 +135,7 @@ class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     return builder_config
 
 
-class Table(Sequence):
+class SplitOnDisk(Sequence):
   """The rows of one split on disk, as examples."""
 
   def __init__(self, source):
@@ -190,7 +190,7 @@ def digest(recipe: Recipe, text: text_lib.Text) -> str:
 
 def rows_builder(
     recipe: Recipe, text: text_lib.Text, data_dir: str | None
-) -> Rows:
+) -> RowsBuilder:
   """The tensorflow-datasets builder of these rows."""
   checks.instance(
       recipe, "recipe", Recipe, "tasks.recipe(name, ...) makes one."
@@ -269,7 +269,7 @@ def load(
           f"{builder.data_path} does not hold the {expected} rows of {split!r}."
           f" Remove it and run: {command(recipe, text, data_dir)}"
       )
-    rows[split] = Table(builder.as_data_source(split=split))
+    rows[split] = SplitOnDisk(builder.as_data_source(split=split))
   task = recipe.task(text, rows)
   task_lib.check(task)
   return task

@@ -24,7 +24,7 @@ from branch_replay.tasks import text as text_lib
 _SPARE = 20
 
 
-class ReasoningGymRows(builder.Rows, skip_registration=True):
+class ReasoningGymRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `ReasoningGym`."""
 
   name = "reasoning_gym"
@@ -50,7 +50,7 @@ class ReasoningGym(builder.Recipe):
   """
 
   name: ClassVar[str] = "reasoning_gym"
-  rows_builder: ClassVar[type[builder.Rows]] = ReasoningGymRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = ReasoningGymRows
 
   dataset: str = "leg_counting"
   parameters: str = "{}"

@@ -43,7 +43,7 @@ _STEPS = 8
 _NEIGHBOURS = 40
 
 
-class RetrievalRows(builder.Rows, skip_registration=True):
+class RetrievalRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `Retrieval`."""
 
   name = "retrieval"
@@ -83,7 +83,7 @@ class Retrieval(builder.Recipe):
   """
 
   name: ClassVar[str] = "retrieval"
-  rows_builder: ClassVar[type[builder.Rows]] = RetrievalRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = RetrievalRows
 
   prompt_tokens: int = 512
   distractors: int = 3

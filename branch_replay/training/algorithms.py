@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Supervised:
+class MaximumLikelihood:
   """−log p of given answers, mean over tokens; for models that know nothing."""
 
   readout: readout_lib.LogProbs = readout_lib.LogProbs()
@@ -264,7 +264,7 @@ class Preference:
 # Not under `jit`, its scan would be compiled anew by every call.
 _gae = jax.jit(advantages.gae, static_argnames=("discount", "trace"))
 
-Algorithm = Supervised | PolicyGradient | ProximalPolicy | Preference
+Algorithm = MaximumLikelihood | PolicyGradient | ProximalPolicy | Preference
 
 
 def pairs(

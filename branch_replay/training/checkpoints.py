@@ -51,12 +51,14 @@ class Checkpoints:
     keep: how many of the latest remain.
   """
 
-  def __init__(self, directory: pathlib.Path, *, keep: int = 2):
+  def __init__(self, directory: pathlib.Path, *, max_to_keep: int = 2):
     self._directory = pathlib.Path(directory).resolve()
     self._steps = self._directory / "steps"
     self._manager = ocp.CheckpointManager(
         self._steps,
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, create=True
+        ),
     )
     self._saved = None
 

@@ -34,14 +34,20 @@ _FREE = {
     "Schedule": ("layout",),
     "Rollouts": ("hold",),
     "Learner": ("model",),
-    "Evaluation": ("every",),
-    "Supervised": ("schedule",),  # of the log
-    "Reinforce": ("schedule", "speculator"),
+    "HeldOutEvaluation": ("every",),
+    "Supervised": ("learning_rate",),  # a copy for the log
+    "Reinforce": ("learning_rate", "speculator"),
+}
+# Names that checkpoints have for classes which are called otherwise here. A
+# checkpoint with another name is refused as that of another run.
+_SAVED_NAMES = {
+    "MaximumLikelihood": "Supervised",
+    "HeldOutEvaluation": "Evaluation",
 }
 
 
 def of_run(run) -> dict:
-  """A `loop.Run` as JSON; see the module."""
+  """A `loop.TrainingRun` as JSON; see the module."""
   return {
       "seed": run.seed,
       "model": describe(run.model.config),
@@ -163,7 +169,8 @@ def describe(
         name for kind in type(value).__mro__
         for name in _FREE.get(kind.__name__, ())
     ]
-    return {"type": type(value).__qualname__} | {
+    name = type(value).__qualname__
+    return {"type": _SAVED_NAMES.get(name, name)} | {
         field.name: inner(getattr(value, field.name))
         for field in dataclasses.fields(value)
         if field.name not in free

@@ -35,7 +35,7 @@ from branch_replay.training import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class HeldOutEvaluation:
   """Held-out prompts, asked now and then.
 
   Attributes:
@@ -68,7 +68,7 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingRun:
   """What is trained, how, and for how long.
 
   Attributes:
@@ -87,7 +87,7 @@ class Run:
 
   model: decoder.Decoder
   phases: Sequence[phases_lib.Phase]
-  evaluation: Evaluation
+  evaluation: HeldOutEvaluation
   seed: int
   checkpoint_every: int
   most_skipped: int = 5
@@ -126,7 +126,8 @@ class Run:
 
 
 def train(
-    run: Run, params, workdir: pathlib.Path, *, may_differ: Sequence[str] = ()
+    run: TrainingRun, params, workdir: pathlib.Path, *,
+    may_differ: Sequence[str] = (),
 ) -> Any:
   """Runs to the end, from where an earlier run in the same folder stopped.
 
@@ -136,7 +137,7 @@ def train(
   and phases that are added at the end.
 
   Args:
-    run: see `Run`.
+    run: see `TrainingRun`.
     params: before the first step, on one device; read if there is no checkpoint
       yet, and left as they are.
     workdir: of metrics.jsonl, TensorBoard's files and checkpoints.
@@ -324,7 +325,7 @@ def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
   )
 
 
-def _evaluate(run: Run, train_state, phase) -> float:
+def _evaluate(run: TrainingRun, train_state, phase) -> float:
   of = run.evaluation
   return phases_lib.evaluate(
       run.model, phases_lib.on_one_device(train_state.params, phase.learner),
@@ -333,7 +334,7 @@ def _evaluate(run: Run, train_state, phase) -> float:
   )
 
 
-def _save_drafters(run: Run) -> dict[str, float]:
+def _save_drafters(run: TrainingRun) -> dict[str, float]:
   """Saves what is trained beside the run, and says how long that blocked it."""
   drafters = [
       phase.speculator for phase in run.phases if phase.speculator is not None

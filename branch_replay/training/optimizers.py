@@ -62,7 +62,7 @@ def with_state_dtype(
 Decay = Literal["constant", "linear", "cosine"]
 
 
-def schedule(
+def learning_rates(
     learning_rate: float, *, updates: int, warmup: int = 0,
     decay: Decay = "constant",
 ) -> optax.Schedule:
@@ -131,7 +131,7 @@ def decays(params) -> Any:
 
 
 def adamw(
-    rate: optax.Schedule | float, *, b1: float = 0.9, b2: float = 0.99,
+    learning_rate: optax.Schedule | float, *, b1: float = 0.9, b2: float = 0.99,
     weight_decay: float = 0.0, clip_norm: float | None = 1.0,
     mask: Callable[[Any], Any] = decays,
 ) -> optax.GradientTransformation:
@@ -161,7 +161,7 @@ def adamw(
         f"clip_norm must be > 0, or None for no clipping, not {clip_norm}."
     )
   adam = optax.adamw(
-      rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=mask
+      learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=mask
   )
   if clip_norm is None:
     return adam

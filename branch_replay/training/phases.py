@@ -28,7 +28,7 @@ _LOOKED_AT = 256  # rows, for the length of their answers
 _SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
   """What a step leaves behind.
 
   Attributes:
@@ -51,7 +51,7 @@ class Supervised:
   Attributes:
     name: of the phase.
     task: prompts and answers.
-    learner: with `algorithms.Supervised`.
+    learner: with `algorithms.MaximumLikelihood`.
     steps: updates.
     prompts: examples an update.
     max_tokens: T, that holds every answer.
@@ -66,7 +66,7 @@ class Supervised:
   prompts: int
   max_tokens: int
   seed: int
-  schedule: Callable[[int], Any]
+  learning_rate: Callable[[int], Any]
   speculator = None  # nothing is sampled
 
   def __post_init__(self):
@@ -83,7 +83,7 @@ class Supervised:
           f"answers of {longest} tokens."
       )
 
-  def step(self, train_state, reference, position: int, key) -> Outcome:
+  def step(self, train_state, reference, position: int, key) -> StepOutcome:
     """One update; see `Reinforce.step`."""
     del reference
     examples = self.task.examples("train", seed=self.seed, start=position)
@@ -100,11 +100,11 @@ class Supervised:
           train_state, batch, known, version=version, key=key
       )
       jax.block_until_ready(update.train_state)
-    return Outcome(
+    return StepOutcome(
         update.train_state, examples.position,
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
-            "learning_rate": float(self.schedule(version)),
+            "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
         },
@@ -149,7 +149,7 @@ class Reinforce:
   capture_every: int
   most_prompts: int | None
   seed: int
-  schedule: Callable[[int], Any]
+  learning_rate: Callable[[int], Any]
   speculator: speculator_lib.Speculator | None = None
 
   def __post_init__(self):
@@ -169,7 +169,7 @@ class Reinforce:
       )
     check_together(self)
 
-  def step(self, train_state, reference, position: int, key) -> Outcome:
+  def step(self, train_state, reference, position: int, key) -> StepOutcome:
     """Samples a batch and makes epochs · updates updates from it.
 
     Args:
@@ -221,7 +221,7 @@ class Reinforce:
           batch[here] = [experience_lib.bare(one) for one in batch[here]]
         updates.append(update)
       jax.block_until_ready(train_state)
-    return Outcome(
+    return StepOutcome(
         train_state, position,
         {
             **self._seen(drawn),
@@ -230,7 +230,7 @@ class Reinforce:
             "loss": float(updates[0].loss),
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
             **mismatch(updates[0].report),
-            "learning_rate": float(self.schedule(version)),
+            "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
         },

@@ -14,8 +14,8 @@ from branch_replay import checks
 from branch_replay.models import decoder
 from branch_replay.weights import gguf_config
 from branch_replay.weights import gguf_tokenizer
-from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import stacking
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -51,19 +51,19 @@ def load_gguf(
   factors_H = None
   if _ROPE_FACTORS in tensors:
     factors_H = _dequantised(tensors.pop(_ROPE_FACTORS))
-  embedding = layout.GGUF_NAMES["embed/table"]
+  embedding = stacking.GGUF_NAMES["embed/table"]
   if embedding not in tensors:
     raise ValueError(f"{file} has no {embedding}.")
   config = gguf_config.config_from_gguf(
       metadata,
       vocab_size=int(tensors[embedding].shape[1]),
-      tied_embeddings=layout.GGUF_NAMES["head/table"] not in tensors,
+      tied_embeddings=stacking.GGUF_NAMES["head/table"] not in tensors,
       rope_factors_H=factors_H,
       param_dtype=param_dtype,
       compute_dtype=compute_dtype,
   )
-  slots = layout.slots(config, layout.GGUF_NAMES)
-  layout.check(
+  slots = stacking.slots(config, stacking.GGUF_NAMES)
+  stacking.check(
       {name: slot.shape for name, slot in slots.items()},
       # The format lists the fastest axis first.
       {n: tuple(map(int, t.shape[::-1])) for n, t in tensors.items()},
@@ -81,7 +81,7 @@ def load_gguf(
 
   return pretrained_lib.Pretrained(
       decoder.Decoder(config),
-      layout.stack(config, layout.GGUF_NAMES, read),
+      stacking.stack(config, stacking.GGUF_NAMES, read),
       **_text_side(metadata, with_tokenizer),
   )
 

@@ -25,8 +25,8 @@ from branch_replay import params as params_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
-from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import stacking
 from branch_replay.weights import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def load_hf(
     read = hf_tensors.reader(
         stored, shapes, lambda name: handles[name].get_tensor(name)
     )
-    params = layout.stack(config, layout.HF_NAMES, read)
+    params = stacking.stack(config, stacking.HF_NAMES, read)
   return pretrained_lib.Pretrained(
       decoder.Decoder(config), params,
       tokenizer_lib.load(directory) if with_tokenizer else None,
@@ -152,8 +152,8 @@ def _open_tensors(directory, stack):
       handles.keys()
   ):
     raise ValueError(
-        f"{directory / _INDEX} promises {layout.listed(lost)}, which no shard "
-        "holds: copy the shards again."
+        f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
+        "shard holds: copy the shards again."
     )
   return handles
 
@@ -182,7 +182,7 @@ def _stored_dtype(handles) -> str:
 
 
 def _shapes(config) -> dict[str, tuple[int, ...]]:
-  slots = layout.slots(config, layout.HF_NAMES)
+  slots = stacking.slots(config, stacking.HF_NAMES)
   return {name: slot.shape for name, slot in slots.items()}
 
 
@@ -191,10 +191,10 @@ def _check_tensors(config, wanted, handles, directory):
       name: tuple(handle.get_slice(name).get_shape())
       for name, handle in handles.items()
   }
-  head = layout.HF_NAMES["head/table"]
+  head = stacking.HF_NAMES["head/table"]
   extra_head = config.tied_embeddings and found.pop(head, None) is not None
-  layout.check(wanted, found, str(directory))
-  embedding = layout.HF_NAMES["embed/table"]
+  stacking.check(wanted, found, str(directory))
+  embedding = stacking.HF_NAMES["embed/table"]
   if extra_head and not np.array_equal(
       handles[head].get_tensor(head), handles[embedding].get_tensor(embedding)
   ):
@@ -268,7 +268,7 @@ def save_hf(
   mapping = hf_config.config_to_hf(config)
   tensors = hf_tensors.to_file(
       hf_tensors.tensors(config, mapping),
-      layout.unstack(config, layout.HF_NAMES, params),
+      stacking.unstack(config, stacking.HF_NAMES, params),
   )
   stored = functools.reduce(
       jnp.promote_types, sorted({t.dtype for t in tensors.values()}, key=str)

@@ -49,7 +49,7 @@ ROLLOUT = faults(
      "room_N = inputs.limit - lengths_N",
      "room_N = inputs.limit - lengths_N + 1",
      _SPECULATIVE + "where_a_row_ends"),
-    ("a cache is read one slot late", "rollout/block.py",
+    ("a cache is read one slot late", "rollout/decode.py",
      "starts_N[:, None] + jnp.arange(tokens",
      "starts_N[:, None] + 1 + jnp.arange(tokens",
      DENSE),
@@ -82,8 +82,8 @@ ROLLOUT = faults(
      "if work.rounds[place]:",
      _TUNER + "a_run_that_compiles_is_no_measurement"),
     ("the drafter draws without noise", "rollout/drafters/model.py",
-     "law_lib.draw(task.law, logits_NV, noise_NV)",
-     "law_lib.draw(task.law, logits_NV, 0 * noise_NV)",
+     "law_lib.draw(settings.law, logits_NV, noise_NV)",
+     "law_lib.draw(settings.law, logits_NV, 0 * noise_NV)",
      _SPECULATIVE + "the_model_itself_is_always_right_for_fifty_rounds"),
     ("items are written one slot late", "rollout/drafters/learned.py",
      "view.lengths_N + index - 1", "view.lengths_N + index",
@@ -117,7 +117,7 @@ ROLLOUT = faults(
 )
 
 WEIGHTS = faults(
-    ("keys and values are swapped", "weights/layout.py",
+    ("keys and values are swapped", "weights/stacking.py",
      '"layers/project/key/kernel": "model.layers.{}.self_attn.k_proj.weight"',
      '"layers/project/key/kernel": "model.layers.{}.self_attn.v_proj.weight"',
      _HF + "tensors_have_the_published_shapes",

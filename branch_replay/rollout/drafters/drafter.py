@@ -19,8 +19,8 @@ from typing import Protocol
 import jax
 
 from branch_replay.models import decoder
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Rollout
 
 
@@ -37,7 +37,7 @@ class View(NamedTuple):
       the law is greedy.
   """
 
-  inputs: Inputs
+  inputs: RolloutInputs
   answers: Rollout
   ids_N: jax.Array
   lengths_N: jax.Array
@@ -45,7 +45,7 @@ class View(NamedTuple):
   noise_NTV: jax.Array | None
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
   """What became of the block.
 
   Attributes:
@@ -65,7 +65,8 @@ class Drafter(Protocol):
   """The interface."""
 
   def init(
-      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+      self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
+      room: int,
   ) -> Any:
     """What it remembers of G rows of at most `room` tokens, before the first.
 
@@ -73,14 +74,18 @@ class Drafter(Protocol):
     the model or the prompt.
     """
 
-  def propose(self, task: Task, memory, view: View) -> tuple[jax.Array, Any]:
-    """i32 draft_Nk with k = task.draft_length, and the memory after it.
+  def propose(
+      self, settings: RoundSettings, memory, view: View
+  ) -> tuple[jax.Array, Any]:
+    """i32 draft_Nk with k = settings.draft_length, and the memory after it.
 
     Called in every round, also with k = 0.
     """
 
-  def observe(self, task: Task, memory, view: View, outcome: Outcome) -> Any:
+  def observe(
+      self, settings: RoundSettings, memory, view: View, outcome: RoundOutcome
+  ) -> Any:
     """The memory after the round; `view` is that of its beginning."""
 
-  def keep(self, memory, index) -> Any:
+  def select(self, memory, index) -> Any:
     """The memory of some of the rows, in the order of `index`."""

@@ -32,13 +32,13 @@ from branch_replay import state as state_lib
 from branch_replay.mixers import attention as mixer
 from branch_replay.models import decoder
 from branch_replay.ops import attention
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
-from branch_replay.rollout.drafters.drafter import Outcome
+from branch_replay.rollout.drafters.drafter import RoundOutcome
 from branch_replay.rollout.drafters.drafter import View
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 
 
 class Memory(NamedTuple):
@@ -114,7 +114,8 @@ class Learned:
     return dataclasses.replace(self, params=params)
 
   def init(
-      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+      self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
+      room: int,
   ) -> Memory:
     config = model.config
     rows = self.params["pair"]["kernel"].shape[0]
@@ -127,16 +128,16 @@ class Learned:
     return Memory(
         mixer.cache(config, 1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
-        block.head_table(model, inputs.params)[self.vocabulary],
+        decode.head_table(model, inputs.params)[self.vocabulary],
     )
 
-  def propose(self, task: Task, memory: Memory, view: View):
+  def propose(self, settings: RoundSettings, memory: Memory, view: View):
     cache, hidden_NM, table_UM = memory
     drafts = []
-    for index in range(task.draft_length):
+    for index in range(settings.draft_length):
       if index:
         hidden_N1M, cache = self._run(
-            task.model, view.inputs, cache, view.lengths_N + index - 1,
+            settings.model, view.inputs, cache, view.lengths_N + index - 1,
             hidden_NM[:, None], drafts[-1][:, None],
         )
         hidden_NM = hidden_N1M[:, 0]
@@ -144,7 +145,7 @@ class Learned:
       if view.noise_NTV is not None:
         noise_NU = view.noise_NTV[:, index, self.vocabulary]
       chosen_N, _ = law_lib.draw(
-          task.law, block.logits(hidden_NM, table_UM), noise_NU
+          settings.law, decode.logits(hidden_NM, table_UM), noise_NU
       )
       drafts.append(self.vocabulary[chosen_N])
     draft_Nk = (
@@ -155,27 +156,28 @@ class Learned:
     return draft_Nk, memory._replace(cache=cache)
 
   def observe(
-      self, task: Task, memory: Memory, view: View, outcome: Outcome
+      self, settings: RoundSettings, memory: Memory, view: View,
+      outcome: RoundOutcome,
   ) -> Memory:
     hidden_NTM, cache = self._run(
-        task.model, view.inputs, memory.cache, view.lengths_N,
+        settings.model, view.inputs, memory.cache, view.lengths_N,
         outcome.hidden_NTM, outcome.tokens_NT,
     )
     last_N11 = jnp.maximum(outcome.emitted_N - 1, 0)[:, None, None]
     hidden_N1M = jnp.take_along_axis(hidden_NTM, last_N11, axis=1)
     return memory._replace(cache=cache, hidden_NM=hidden_N1M[:, 0])
 
-  def keep(self, memory: Memory, index) -> Memory:
+  def select(self, memory: Memory, index) -> Memory:
     return memory._replace(
-        cache=block.keep(memory.cache, index),
+        cache=decode.select_rows(memory.cache, index),
         hidden_NM=memory.hidden_NM[index],
     )
 
   def _run(
-      self, model, inputs: Inputs, cache, starts_N, hidden_NTM, tokens_NT
+      self, model, inputs: RolloutInputs, cache, starts_N, hidden_NTM, tokens_NT
   ):
-    """The layer on a block of items; as `block.run`."""
-    slots_NT = block.slots(starts_N, tokens_NT.shape[1])
+    """The layer on a block of items; as `decode.run`."""
+    slots_NT = decode.slots(starts_N, tokens_NT.shape[1])
     state, last = inputs.state, model.config.num_layers - 1
 
     def attend(q, k, v):
@@ -187,7 +189,7 @@ class Learned:
 
     return layer(
         model, inputs.params, self.params, hidden_NTM, tokens_NT,
-        state.length + slots_NT, attend,
+        positions_NT=state.length + slots_NT, attend=attend,
     )
 
 
@@ -210,7 +212,8 @@ def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
 
 
 def layer(
-    model, params, drafter_params, hidden_NTM, tokens_NT, positions_NT, attend
+    model, params, drafter_params, hidden_NTM, tokens_NT, *, positions_NT,
+    attend,
 ):
   """Predicted hidden states of a block of items, and what `attend` adds.
 

@@ -19,7 +19,7 @@ from branch_replay import config as config_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.ops import attention_packed
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout.drafters import learned
 
 
@@ -67,10 +67,10 @@ def losses(
       state=state,
   )
   target_NTM = jnp.roll(lax.stop_gradient(hidden_NTM), -1, axis=1)
-  table_UM = lax.stop_gradient(block.head_table(model, params))[vocabulary_U]
+  table_UM = lax.stop_gradient(decode.head_table(model, params))[vocabulary_U]
 
   def log_law(hidden_NTM):
-    logits_NU = block.logits(
+    logits_NU = decode.logits(
         hidden_NTM.reshape(-1, hidden_NTM.shape[-1]), table_UM
     )
     return jax.nn.log_softmax(logits_NU / temperature)
@@ -112,6 +112,6 @@ def predict(
 
   predicted_NTM, _ = learned.layer(
       model, params, drafter_params, hidden_NTM, tokens_NT,
-      state.length + place_T[None] - first_NT, attend,
+      positions_NT=state.length + place_T[None] - first_NT, attend=attend,
   )
   return predicted_NTM

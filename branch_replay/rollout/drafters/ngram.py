@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay.rollout.drafters.drafter import View
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ class NGram:
     del model, inputs, branches, room
     return ()
 
-  def propose(self, task: Task, memory, view: View):
+  def propose(self, settings: RoundSettings, memory, view: View):
     text_C, follows_C, suffix_NB = _text(self.longest, view)
     matched_NC = jnp.ones((suffix_NB.shape[0], text_C.size), bool)
     lengths_NC = jnp.zeros(matched_NC.shape, jnp.int32)
@@ -55,20 +55,20 @@ class NGram:
     lengths_NC = jnp.where(follows_C[None], lengths_NC, -1)
     from_end_N = jnp.argmax(lengths_NC[:, ::-1], axis=1)
     best_N = text_C.size - 1 - from_end_N
-    at_Nk = best_N[:, None] + 1 + jnp.arange(task.draft_length)[None]
+    at_Nk = best_N[:, None] + 1 + jnp.arange(settings.draft_length)[None]
     draft_Nk = text_C[jnp.minimum(at_Nk, text_C.size - 1)]
     return jnp.maximum(draft_Nk, 0), memory
 
-  def observe(self, task, memory, view, outcome):
-    del task, view, outcome
+  def observe(self, settings, memory, view, outcome):
+    del settings, view, outcome
     return memory
 
-  def keep(self, memory, index):
+  def select(self, memory, index):
     del index
     return memory
 
 
-def _prompt(inputs: Inputs):
+def _prompt(inputs: RolloutInputs):
   """All tokens of the prompt, padded, and how many they are."""
   tokens_P = jnp.pad(inputs.state.tokens, (0, 1))
   length = inputs.state.length

@@ -21,7 +21,7 @@ from branch_replay.models import decoder
 from branch_replay.ops import few_rows
 
 
-def keep(cache, index):
+def select_rows(cache, index):
   """The cache of some of the rows, in the order of `index`."""
   return jax.tree.map(lambda x: jnp.take(x, index, axis=2), cache)
 
@@ -33,7 +33,7 @@ def slots(starts_N, tokens: int):
 
 def run(
     model: decoder.Decoder, params, state: state_lib.PrefixState, cache,
-    starts_N, tokens_NT, layers=None,
+    starts_N, tokens_NT, *, layers=None,
 ):
   """Runs a block of every row.
 
