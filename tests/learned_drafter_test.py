@@ -181,8 +181,9 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
       prefix_gradient="stop",
   )[:, :20]
   predict = jax.jit(lambda *arrays: learned_loss.predict(
-      made.learned.params, decoder, params, *arrays,
-      jnp.ones((6, 20), jnp.int32), state=state,
+      made.learned.params, decoder, params, learned_loss.PackedAnswers(
+          *arrays, jnp.ones((6, 20), jnp.int32)
+      ), state=state,
   ))
   row, tokens_GT = np.arange(6), answers.tokens
   predicted_GM = predict(hidden_GTM, tokens_GT)[row, lengths - 1]
@@ -232,7 +233,8 @@ def batch(places, shape):
 @functools.partial(jax.jit, static_argnames="model")
 def scores(drafter_params, vocabulary_U, model, params, *arrays, **options):
   return learned_loss.losses(
-      drafter_params, vocabulary_U, model, params, *arrays, **options
+      drafter_params, vocabulary_U, model, params,
+      learned_loss.PackedAnswers(*arrays), **options
   )
 
 
@@ -263,7 +265,8 @@ def test_packed_answers_score_as_answers_alone(x64):
   @jax.jit
   def gradient(drafter_params, arrays):
     return jax.grad(lambda p: jnp.sum(learned_loss.losses(
-        p, made.vocabulary, decoder, params, *arrays, state=state
+        p, made.vocabulary, decoder, params,
+        learned_loss.PackedAnswers(*arrays), state=state
     )[0]))(drafter_params)
 
   grads, wanted = (gradient(made.params, x) for x in (packed, alone))
@@ -323,7 +326,8 @@ def test_the_loss_is_a_divergence_of_laws_and_a_regression(x64):
       made, hidden, tokens, ones, temperature=0.7, regression=0.3
   )
   predicted_M = learned_loss.predict(
-      made.params, decoder, params, jnp.asarray(hidden), tokens, ones
+      made.params, decoder, params,
+      learned_loss.PackedAnswers(jnp.asarray(hidden), tokens, ones),
   )[0, 0]
   table_UM, target_M = params["head"]["table"][::2], hidden[0, 1]
   mine_U = jax.nn.softmax(table_UM @ predicted_M / 0.7)
@@ -353,7 +357,7 @@ def test_a_drafter_that_is_always_right_has_nothing_to_learn(x64):
   def loss(kernel):
     losses_NT, weights_NT = learned_loss.losses(
         made.params | {"pair": {"kernel": kernel}}, made.vocabulary, decoder,
-        params, hidden_GTM, group.tails, ones,
+        params, learned_loss.PackedAnswers(hidden_GTM, group.tails, ones),
     )
     assert weights_NT.sum() == 3
     return jnp.sum(losses_NT)
@@ -372,8 +376,9 @@ def test_nothing_it_learns_reaches_the_model(x64):
   def gradient(constants):
     params, hidden_NTM, mixer = constants
     losses_NT, _ = learned_loss.losses(
-        made.params, made.vocabulary, decoder, params, hidden_NTM, tokens,
-        segments, state=dataclasses.replace(state, mixer=mixer),
+        made.params, made.vocabulary, decoder, params,
+        learned_loss.PackedAnswers(hidden_NTM, tokens, segments),
+        state=dataclasses.replace(state, mixer=mixer),
     )
     return jnp.sum(losses_NT)
 

@@ -1,6 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of training a run is made of, each as one step at a time."""
+"""The two kinds of phase of a training run: supervised and reinforcement.
+
+A phase has a method `step`, which takes the train state and makes one step:
+one update, or one batch of rollouts and the updates from it.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -29,13 +33,13 @@ _SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
 
 class StepOutcome(NamedTuple):
-  """What a step leaves behind.
+  """What one step of a phase returns.
 
   Attributes:
-    train_state: after it.
-    position: of the next example.
-    scalars: what to log, by name.
-    examples: ids of the examples that were learnt from.
+    train_state: the train state after the step.
+    position: position of the next example in the phase's stream of examples.
+    scalars: numbers to log, by name.
+    examples: ids of the examples the step learnt from.
   """
 
   train_state: step_lib.TrainState
@@ -46,17 +50,20 @@ class StepOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-  """Learns the examples' own answers.
+  """A phase that trains on the answers that the examples come with.
 
   Attributes:
-    name: of the phase.
-    task: prompts and answers.
-    learner: with `algorithms.MaximumLikelihood`.
-    steps: updates.
-    prompts: examples an update.
-    max_tokens: T, that holds every answer.
-    seed: of the order of the examples.
-    schedule: learning rate by update, for the log.
+    name: name of the phase, for the log.
+    task: the task; every example needs `answer_ids`.
+    learner: turns a batch into an update; its algorithm is
+      `algorithms.MaximumLikelihood`.
+    steps: number of updates.
+    prompts: examples per update.
+    max_tokens: T, tokens that answers are padded to; at least the longest
+      answer.
+    seed: seed of the order of the examples.
+    learning_rate: the learning rate as a function of the number of updates
+      done. It is only logged here; the optimizer has its own.
   """
 
   name: str
@@ -84,7 +91,7 @@ class Supervised:
       )
 
   def step(self, train_state, reference, position: int, key) -> StepOutcome:
-    """One update; see `Reinforce.step`."""
+    """Makes one update; see `Reinforce.step`."""
     del reference
     examples = self.task.examples("train", seed=self.seed, start=position)
     with Clock() as clock:
@@ -114,28 +121,34 @@ class Supervised:
 
 @dataclasses.dataclass(frozen=True)
 class Reinforce:
-  """Samples answers, scores them, and learns from the scores.
+  """A phase that samples answers, scores them, and learns from the scores.
+
+  One step samples a batch of prompts and passes over it `epochs` times, with
+  `updates` updates in each pass.
 
   Attributes:
-    name: of the phase.
-    task: prompts and rewards.
-    learner: with the algorithm.
+    name: name of the phase, for the log.
+    task: prompts, and the reward of an answer.
+    learner: turns a batch into an update.
     rollouts: how answers are sampled.
-    steps: batches of prompts.
-    prompts: a batch.
+    steps: number of steps, each of one batch.
+    prompts: prompts in a batch.
     epochs: passes over a batch.
-    updates: that an epoch is divided into.
-    capture_every: updates for which one capture of a prefix is replayed. 1 is
-      right; more replays states of older parameters.
-    most_prompts: prompts to draw at most until `prompts` of them have answers
-      that differ in reward, as DAPO does; None to take them as they come.
-    seed: of the order of the examples.
-    schedule: learning rate by update, for the log.
-    speculator: drafts for the rollouts, which changes how long they take; None
-      for none.
+    updates: updates in each pass; divides `prompts`.
+    capture_every: updates that one capture of a prompt's state serves. With 1
+      each update captures the states under its own parameters, which is exact.
+      More replays states of older parameters, which is an approximation.
+    most_prompts: at most this many prompts are sampled until `prompts` of them
+      have answers that differ in reward, as DAPO does. None takes the first
+      `prompts`.
+    seed: seed of the order of the examples.
+    learning_rate: the learning rate as a function of the number of updates
+      done. It is only logged here; the optimizer has its own.
+    speculator: drafts tokens for the rollouts, which makes them faster or
+      slower and changes no token; None for no drafts.
 
   Raises:
-    ValueError: numbers that do not go together.
+    ValueError: settings that contradict each other, see `check_together`.
   """
 
   name: str
@@ -173,13 +186,13 @@ class Reinforce:
     """Samples a batch and makes epochs · updates updates from it.
 
     Args:
-      train_state: before; it is donated.
+      train_state: the train state before the step; it is donated.
       reference: parameters of the reference policy, or None.
-      position: of the next example.
-      key: a PRNG key of this step.
+      position: position of the next example.
+      key: a PRNG key for this step.
 
     Returns:
-      The outcome.
+      The train state after the step, and what to log.
     """
     version = int(train_state.step)
     params = on_one_device(train_state.params, self.learner)
@@ -238,7 +251,12 @@ class Reinforce:
     )
 
   def _sample(self, params, position, key, version):
-    """A batch, everything that was drawn for it, and the next position."""
+    """Samples a batch.
+
+    Returns:
+      The experiences to learn from, all experiences that were sampled, without
+      their states, and the position of the next example.
+    """
     examples = self.task.examples("train", seed=self.seed, start=position)
     schedule = dataclasses.replace(self.learner.schedule, layout=Layout())
     batch, drawn = [], []
@@ -257,7 +275,7 @@ class Reinforce:
         return batch, drawn, examples.position
 
   def _replayed(self, number: int, size: int) -> list[int]:
-    """Places in the batch that the updates of one capture read."""
+    """Places in the batch that are read until the next capture."""
     left = self.epochs * self.updates - number
     parts = {
         (number + later) % self.updates
@@ -272,7 +290,7 @@ class Reinforce:
     )
 
   def _seen(self, drawn) -> dict[str, float]:
-    """Of everything that was sampled, whether it is learnt from or not."""
+    """Scalars of everything that was sampled, learnt from or not."""
     rewards = np.stack([one.rewards for one in drawn])
     counted = np.stack([one.counted for one in drawn])
     lengths = np.stack([one.group.tail_lengths for one in drawn])
@@ -297,7 +315,7 @@ Phase = Supervised | Reinforce
 
 
 class Clock:
-  """Seconds between entering and leaving a block."""
+  """Context manager that measures wall time, in `seconds`."""
 
   def __enter__(self):
     self._start = time.monotonic()
@@ -308,7 +326,10 @@ class Clock:
 
 
 def mismatch(report: dict) -> dict[str, float]:
-  """Sampler against trainer, which is to be seen before the first update."""
+  """The entries of a report that compare sampler and trainer.
+
+  They mean something only before the first update of a step.
+  """
   return as_floats({
       name: value for name, value in report.items()
       if name.startswith("mismatch")
@@ -316,12 +337,11 @@ def mismatch(report: dict) -> dict[str, float]:
 
 
 def as_floats(scalars: dict) -> dict[str, float]:
-  """Scalars as Python numbers."""
   return {name: float(value) for name, value in scalars.items()}
 
 
 def on_one_device(params, learner: learner_lib.Learner):
-  """The parameters where sampling runs."""
+  """The parameters on the device that sampling runs on."""
   if learner.schedule.layout.devices == 1:
     return params
   return jax.device_put(params, jax.devices()[0])
@@ -336,12 +356,12 @@ def evaluate(
   Args:
     model: the decoder.
     params: its parameters, on one device.
-    task: prompts and rewards.
-    rollouts: how they are answered; the same noise every time.
-    split: held out.
-    prompts: how many.
-    seed: of the noise.
-    schedule: of the captures; its layout is not used.
+    task: prompts, and the reward of an answer.
+    rollouts: how answers are sampled.
+    split: name of the split.
+    prompts: number of prompts.
+    seed: seed of the sampling noise, which is the same in every evaluation.
+    schedule: chunk size and policies of the captures; its layout is ignored.
 
   Returns:
     The mean over prompts and answers.
@@ -359,9 +379,9 @@ def evaluate(
 
 
 def check_room(config, task, split: str, rollouts) -> None:
-  """Raises ValueError for prompts and answers the model has no positions for.
+  """Raises ValueError if a prompt and its answer exceed the model's positions.
 
-  The first prompt stands for all.
+  Only the first prompt of the split is looked at.
   """
   prompt = task.split(split)[0].prompt_ids.size
   if prompt + rollouts.max_tokens > config.max_positions:
@@ -373,7 +393,11 @@ def check_room(config, task, split: str, rollouts) -> None:
 
 
 def check_together(phase: Reinforce):
-  """Raises ValueError for an algorithm that cannot learn from such groups."""
+  """Raises ValueError for settings of a phase that contradict each other.
+
+  Examples: a group-relative advantage with one branch per prompt, or an answer
+  sampled at another temperature than the loss scores it at.
+  """
   algorithm, rollouts = phase.learner.algorithm, phase.rollouts
   branches = rollouts.branches
   grouped = isinstance(algorithm, algorithms.PolicyGradient)

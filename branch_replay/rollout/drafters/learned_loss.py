@@ -11,6 +11,8 @@ the regression on hidden states, which drafts of more than one token feed on, as
 in Li et al. 2024 (EAGLE), https://arxiv.org/abs/2401.15077.
 """
 
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -23,9 +25,25 @@ from branch_replay.rollout import decode
 from branch_replay.rollout.drafters import learned
 
 
+class PackedAnswers(NamedTuple):
+  """Answers in N rows of T tokens, several of them in one row.
+
+  Attributes:
+    hidden_NTM: the model's hidden states after the final norm, as the readout
+      `Hidden` gives them; [n, t] is the one token [n, t] was drawn from.
+    tokens_NT: i32, the tokens of the answers.
+    segments_NT: i32, a number for each answer, 0 where there is no token.
+      Answers in the same row do not see each other.
+  """
+
+  hidden_NTM: jax.Array
+  tokens_NT: jax.Array
+  segments_NT: jax.Array
+
+
 def losses(
     drafter_params, vocabulary_U, model: decoder.Decoder, params,
-    hidden_NTM, tokens_NT, segments_NT, *,
+    answers: PackedAnswers, *,
     state: state_lib.PrefixState | None = None, temperature: float = 1.0,
     regression: float = 1.0,
 ):
@@ -55,6 +73,7 @@ def losses(
     losses_NT, and f32 weights_NT: 1 where item t has a next token in its own
     answer and in the draft vocabulary, 0 elsewhere. Sums over both compose.
   """
+  hidden_NTM, tokens_NT, segments_NT = answers
   vocabulary_U = jnp.asarray(vocabulary_U)
   next_NT = jnp.roll(tokens_NT, -1, axis=1)
   index_NT = jnp.searchsorted(vocabulary_U, next_NT)
@@ -63,8 +82,7 @@ def losses(
   follows_NT = jnp.roll(segments_NT, -1, axis=1) == segments_NT
   counts_NT &= follows_NT.at[:, -1].set(False)
   predicted_NTM = predict(
-      drafter_params, model, params, hidden_NTM, tokens_NT, segments_NT,
-      state=state,
+      drafter_params, model, params, answers, state=state
   )
   target_NTM = jnp.roll(lax.stop_gradient(hidden_NTM), -1, axis=1)
   table_UM = lax.stop_gradient(decode.head_table(model, params))[vocabulary_U]
@@ -88,13 +106,14 @@ def losses(
 
 
 def predict(
-    drafter_params, model: decoder.Decoder, params, hidden_NTM, tokens_NT,
-    segments_NT, *, state: state_lib.PrefixState | None = None,
+    drafter_params, model: decoder.Decoder, params, answers: PackedAnswers, *,
+    state: state_lib.PrefixState | None = None,
 ):
   """What the layer predicts from every item, [N, T, M]; see `losses`.
 
   Differentiable in `drafter_params` alone.
   """
+  hidden_NTM, tokens_NT, segments_NT = answers
   if state is None:
     state = state_lib.empty(model.config, 0)
   params, hidden_NTM, state = lax.stop_gradient((params, hidden_NTM, state))

@@ -16,6 +16,7 @@ from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout.drafters import learned
+from branch_replay.rollout.drafters import learned_loss
 from branch_replay.schedule import Schedule
 
 
@@ -40,14 +41,6 @@ class Lesson(NamedTuple):
   def count(self) -> int:
     """Tokens of all answers."""
     return int(self.lengths.sum())
-
-
-class Packed(NamedTuple):
-  """Answers in rows of one width; see `learned_loss.losses`."""
-
-  hidden_NTM: np.ndarray
-  tokens_NT: np.ndarray
-  segments_NT: np.ndarray
 
 
 def of_answers(
@@ -96,7 +89,7 @@ def _hidden(model, schedule, params, group, state, version):
   )
 
 
-def pack(lesson: Lesson, rows: int, width: int) -> Packed:
+def pack(lesson: Lesson, rows: int, width: int) -> learned_loss.PackedAnswers:
   """Its longest answers, as many as find room.
 
   Each goes to the fullest row that holds it. Answers of one token teach
@@ -107,7 +100,7 @@ def pack(lesson: Lesson, rows: int, width: int) -> Packed:
     rows: N.
     width: T.
   """
-  packed = Packed(
+  packed = learned_loss.PackedAnswers(
       np.zeros((rows, width, lesson.hidden.shape[-1]), lesson.hidden.dtype),
       *np.zeros((2, rows, width), np.int32),
   )

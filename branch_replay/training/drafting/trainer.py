@@ -87,7 +87,7 @@ class Trainer:
   def _update(self):
     def mean_loss(drafter_params, vocabulary_U, params, packed, prompt):
       losses_NT, weights_NT = learned_loss.losses(
-          drafter_params, vocabulary_U, self.model, params, *packed,
+          drafter_params, vocabulary_U, self.model, params, packed,
           state=prompt, temperature=self.temperature,
       )
       return jnp.sum(losses_NT) / jnp.maximum(1, jnp.sum(weights_NT))
