@@ -1,15 +1,15 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A block of new tokens of every row, on top of the prefix and of a cache.
+"""Runs new tokens of every row, after the prefix and the row's cached tokens.
 
-Rows stand at different positions. A row of n cached inputs runs its block at
-inputs n, n + 1, …, which are written to those slots of the cache and see the
-slots up to their own. So a row is rolled back by a smaller n: what lies beyond
-is not seen, and overwritten before it is. Inputs past the room of the cache are
-not written, never shifted onto others; their outputs are not to be used.
+Rows may be at different positions. A row with n cached inputs runs its T new
+inputs as inputs n … n + T − 1. They are written to these slots of the cache and
+see all slots up to their own. So a row is rolled back by passing a smaller n:
+slots from n on are not seen, and are overwritten before they are. Inputs beyond
+the capacity of the cache are not written, and their outputs must not be used.
 
-A recurrent layer has no slots: of a block of more than one input it keeps what
-came before, and `settle` takes in as many of the inputs as the row did.
+A recurrent layer has no slots. It keeps its state from before the new inputs,
+and `settle` then advances it by as many of them as the row accepted.
 """
 
 import jax
@@ -27,7 +27,7 @@ def select_rows(cache, index):
 
 
 def slots(starts_N, tokens: int):
-  """i32[N, T]: the cache slots of a block of T inputs."""
+  """i32[N, T]: the cache slots of T inputs that start at `starts_N`."""
   return starts_N[:, None] + jnp.arange(tokens, dtype=starts_N.dtype)[None]
 
 
@@ -35,20 +35,21 @@ def run(
     model: decoder.Decoder, params, state: state_lib.PrefixState, cache,
     starts_N, tokens_NT, *, layers=None,
 ):
-  """Runs a block of every row.
+  """Runs T new inputs of every row.
 
   Args:
     model: the decoder.
     params: its parameters.
-    state: the prefix, shared by all rows.
-    cache: of `state.caches`, holding inputs 0 … start − 1 of every row.
-    starts_N: i32, inputs of each row that are cached.
-    tokens_NT: i32, its next inputs.
-    layers: its layers one by one, as `segment.decode` takes them, or None.
+    state: captured state of the prefix, which all rows share.
+    cache: made by `state.caches`, with inputs 0 … start − 1 of every row.
+    starts_N: i32, number of cached inputs of each row.
+    tokens_NT: i32, the new inputs of each row.
+    layers: the model's layers one by one, as `segment.decode` takes them, for
+      speed on CPU; None to use those in `params`.
 
   Returns:
-    hidden_NTM after the final norm, the cache with the block in it, and what
-    `settle` makes of both the cache after some of its inputs.
+    hidden_NTM after the final norm, the cache with the new inputs written, and
+    what `settle` needs to accept only some of them.
   """
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
@@ -60,18 +61,26 @@ def run(
 
 
 def settle(model: decoder.Decoder, params, cache, block, taken_N):
-  """The cache after the first `taken_N` inputs of every row's block."""
+  """The cache after the first `taken_N` new inputs of every row.
+
+  Args:
+    model: the decoder.
+    params: its parameters.
+    cache: second result of `run`.
+    block: third result of `run`.
+    taken_N: i32, how many of the new inputs each row accepts.
+  """
   return segment.settle(
       model.config, params["layers"], cache, block, taken_N
   )
 
 
 def head_table(model: decoder.Decoder, params) -> jax.Array:
-  """The head's rows of real tokens, [V, M]."""
+  """The output head's rows for real tokens, without padding, [V, M]."""
   outer = {"params": segment.outer(params)}
   return model.apply(outer, method="head_table")[: model.config.vocab_size]
 
 
 def logits(hidden_NM, table_VM) -> jax.Array:
-  """[N, V], at least float32."""
+  """hidden_NM · table_VMᵀ, [N, V], at least float32."""
   return few_rows.product(hidden_NM, table_VM.astype(hidden_NM.dtype))

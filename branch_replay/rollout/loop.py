@@ -1,10 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in batch buckets: finished rows are compacted away.
+"""Runs rounds until every row is finished, in smaller and smaller batches.
 
-The G rows are run together until those that are unfinished fit the next
-smaller bucket, a power of two; then they go on there. One loop is compiled for
-every bucket that is reached, and the host decides between two of them.
+The G rows run together until the unfinished ones fit the next smaller batch
+size, a power of two (a *bucket*); then these continue alone. One loop is
+compiled for every bucket that is reached, and the host decides when to go from
+one to the next.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from branch_replay.rollout.result import Rollout
 
 
 def buckets(branches: int) -> tuple[int, ...]:
-  """Batch sizes of a group: G, then every power of two below it.
+  """Batch sizes for a group: G, then every power of two below it.
 
   Example:
     >>> buckets(12)
@@ -45,7 +46,7 @@ def start(
     model: decoder.Decoder, inputs: RolloutInputs, drafter, branches: int,
     room: int,
 ):
-  """Answers and rows of a group before its first round."""
+  """Empty answers and the rows of a group before its first round."""
   config = model.config
   memory = None
   if drafter is not None:
@@ -64,10 +65,10 @@ def rounds(
     settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
     rows: round_lib.RunningRows, most_running,
 ):
-  """Rounds until at most `most_running` of the rows are unfinished.
+  """Runs rounds until at most `most_running` of the rows are unfinished.
 
   Returns:
-    Answers, rows, and how many rounds there were.
+    Answers, rows, and the number of rounds.
   """
   def unfinished(carry):
     answers, rows, _ = carry
@@ -96,7 +97,7 @@ def select_rows(
 
 
 def _programs() -> int:
-  """Programs of this module that have been compiled so far."""
+  """How many programs of this module have been compiled so far."""
   return rounds._cache_size() + select_rows._cache_size()
 
 
@@ -104,17 +105,17 @@ def run(
     model: decoder.Decoder, law: law_lib.Law, inputs: RolloutInputs, drafter,
     draft_lengths: Mapping[int, int], *, branches: int, room: int,
 ) -> Rollout:
-  """All rounds of a group.
+  """Samples a whole group.
 
   Args:
     model: the decoder.
-    law: of the tokens.
-    inputs: parameters, prompt, key and ends.
+    law: temperature and truncation.
+    inputs: parameters, prompt, key and what ends a row.
     drafter: see `drafters.drafter`, or None.
-    draft_lengths: by bucket, largest first; of buckets that are left out,
-      finished rows are kept.
+    draft_lengths: tokens to draft in each bucket, by bucket, the largest first.
+      A bucket that is left out is skipped: finished rows stay in the batch.
     branches: G, the first bucket.
-    room: tokens there is room for, at least the limit.
+    room: tokens there is memory for, at least the limit of `inputs`.
 
   Returns:
     The rollout, without its state.

@@ -1,12 +1,13 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One round: draft, run the block, draw, accept.
+"""One round of sampling: draft tokens, run them, draw, and accept.
 
-A row that ends in token x, with drafts y₁ … yₖ, runs the block x, y₁ … yₖ and
-draws a token after each. yⱼ is accepted if it is the jᵗʰ token drawn and all
-before it were accepted; then what was drawn after it holds too. So a round
-gives from 1 to 1 + k tokens a row, the same ones that k = 0 gives one by one
-(coupling: Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+A row that ends in token x, with drafts y₁ … yₖ, runs the inputs x, y₁ … yₖ at
+once and draws a token after each. yⱼ is accepted if it equals the jᵗʰ token
+drawn and all drafts before it were accepted; the token drawn after the last
+accepted draft is then valid too. So a round gives 1 to 1 + k tokens of each
+row, and they are those that k = 0 gives one by one (coupling: Daliri et al.
+2024, https://arxiv.org/abs/2408.07978).
 """
 
 import dataclasses
@@ -26,12 +27,12 @@ from branch_replay.rollout.result import Rollout
 
 
 class RunningRows(NamedTuple):
-  """The N rows that are run; the others are finished.
+  """The N rows in the current batch; all other rows are finished.
 
   Attributes:
-    ids_N: i32, which of the G rows.
-    cache: of `block`, all tokens of the row so far but the last.
-    memory: of the drafter; None without one.
+    ids_N: i32, which of the G rows they are.
+    cache: cache of `decode`, with all tokens of each row but the last.
+    memory: what the drafter remembers; None without a drafter.
   """
 
   ids_N: jax.Array
@@ -40,11 +41,11 @@ class RunningRows(NamedTuple):
 
 
 def accept(draft_Nk, tokens_NT):
-  """i32[N]: how many drafts of each row hold, from the first on.
+  """i32[N]: how many drafts of each row are accepted.
 
   Args:
-    draft_Nk: i32, the drafted tokens.
-    tokens_NT: i32[N, k + 1], what was drawn in their places, and one more.
+    draft_Nk: i32, drafted tokens.
+    tokens_NT: i32[N, k + 1], tokens drawn in their places, and one more.
   """
   same_Nk = draft_Nk == tokens_NT[:, : draft_Nk.shape[1]]
   held_Nk = jnp.cumprod(same_Nk.astype(jnp.int32), axis=1)
@@ -52,16 +53,17 @@ def accept(draft_Nk, tokens_NT):
 
 
 def end(tokens_NT, held_N, lengths_N, inputs: RolloutInputs):
-  """Where rows end within a block.
+  """How many new tokens each row takes, and whether it ends with them.
 
   Args:
-    tokens_NT: i32, what was drawn.
-    held_N: i32, how many of these hold.
+    tokens_NT: i32, tokens that were drawn.
+    held_N: i32, how many of these are valid, from the first on.
     lengths_N: i32, tokens of each row before.
-    inputs: with the stop ids and the limit.
+    inputs: their stop ids and limit end a row.
 
   Returns:
-    i32 emitted_N, how many of the tokens the row takes, and finish_N.
+    i32 emitted_N, how many of the tokens the row takes, and i32 finish_N, its
+    `Finish`.
   """
   stops_NT = jnp.isin(tokens_NT, inputs.stop_ids)
   through_stop_N = jnp.where(
@@ -80,15 +82,14 @@ def advance(
     settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
     rows: RunningRows,
 ):
-  """One round of N rows.
+  """Runs one round of N rows.
 
   Args:
-    settings: the static half.
-    inputs: what does not change.
+    settings: static settings.
+    inputs: arrays that do not change.
     drafter: see `drafters.drafter`; None if settings.draft_length is 0.
-    answers: of all G rows, so far.
-    rows: those that are run. A finished one may be among them: it is run and
-      takes nothing.
+    answers: answers of all G rows so far.
+    rows: the rows to run. A finished row among them is run and takes no token.
 
   Returns:
     The answers and the rows after the round.
@@ -133,7 +134,8 @@ def advance(
 def look(
     settings: RoundSettings, inputs: RolloutInputs, answers: Rollout, ids_N
 ):
-  """What a round begins with, for the drafter and for the draw."""
+  """What a round starts from: the drafter's view, with the noise of the draw.
+  """
   lengths_N = answers.lengths[ids_N]
   last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]
   slots_NT = decode.slots(lengths_N, 1 + settings.draft_length)
@@ -150,7 +152,7 @@ def look(
 def _draw(
     settings: RoundSettings, inputs: RolloutInputs, hidden_NTM, noise_NTV
 ):
-  """The token after each of a block, and its log-prob, [N, T] both."""
+  """The token after each of the inputs, and its log-prob, both [N, T]."""
   shape = hidden_NTM.shape[:2]
   logits_NV = decode.logits(
       hidden_NTM.reshape(-1, hidden_NTM.shape[-1]),
@@ -164,7 +166,7 @@ def _draw(
 
 
 def _append(answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N):
-  """Answers with the first `emitted_N` tokens of a block at their ends."""
+  """The answers, each with its first `emitted_N` new tokens appended."""
   room, size = answers.tokens.shape[1], tokens_NT.shape[1]
   slots_NT = decode.slots(answers.lengths[ids_N], size)
   emitted_NT = jnp.arange(size)[None] < emitted_N[:, None]

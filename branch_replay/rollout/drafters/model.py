@@ -20,12 +20,12 @@ from branch_replay.rollout.problem import RoundSettings
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A decoder, usually a small one, that draws with the same noise.
+  """A decoder, usually a smaller one, that draws with the same noise.
 
   Attributes:
-    model: the decoder.
     params: its parameters.
-    state: the prompt, captured with these.
+    state: the prompt captured with these parameters.
+    model: the decoder.
   """
 
   params: dict
@@ -36,7 +36,8 @@ class Model:
       self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
       room: int,
   ):
-    """Its own cache; checks that it reads the same ids of the same prompt."""
+    """A cache for the drafter; checks that vocabulary and prompt are the same.
+    """
     sizes = self.model.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
       raise ValueError(
@@ -62,8 +63,8 @@ class Model:
   def propose(self, settings: RoundSettings, memory, view: View):
     """Runs k + 1 tokens, one after the other.
 
-    The last one is run only to be cached, so that the cache holds every
-    accepted token whatever their number is.
+    The last one is run only so that its keys and values are in the cache: if
+    all k drafts are accepted, the next round needs them.
     """
     table_VM = decode.head_table(self.model, self.params)
 
