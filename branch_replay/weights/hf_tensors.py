@@ -23,13 +23,14 @@ from branch_replay import pattern
 
 
 class RowMap(NamedTuple):
-  """Which tensors of a layer are made of which of a file.
+  """Says which expected tensors of a layer are made of which file tensors.
 
   Attributes:
-    files: names in the file, which share the rows equally.
-    own: names in `stacking.HF_NAMES`, whose rows may differ in number.
+    files: names in the file; each has an equal share of the rows.
+    own: names in `stacking.HF_NAMES`; they may have different shares.
     row: shape of one row in the file.
-    order: row i of the files is row order[i] of its own; None for i.
+    order: row i of the file's tensors, joined, is row order[i] of the expected
+      ones, joined; None if the order is the same.
   """
 
   files: tuple[str, ...]
@@ -41,10 +42,10 @@ class RowMap(NamedTuple):
 def tensors(
     config: config_lib.ModelConfig, mapping: Mapping[str, Any]
 ) -> list[RowMap]:
-  """All that the family of a config.json stores in a form of its own.
+  """All tensors that the family of a config.json stores in another form.
 
   Args:
-    config: what `hf_config` reads from it.
+    config: the configuration that `hf_config` reads from the file.
     mapping: the parsed file.
   """
   family, found = mapping["model_type"], []
@@ -170,7 +171,7 @@ def _by_head(heads: int, sizes: tuple[int, int]) -> np.ndarray:
 def file_shapes(
     stored: list[RowMap], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-  """Shapes of a file's tensors, from those of one tensor a parameter."""
+  """Shapes of a file's tensors, from those of the expected tensors."""
   found = dict(shapes)
   for rows in stored:
     for name in rows.own:
@@ -187,12 +188,12 @@ def reader(
     stored: list[RowMap], shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> Callable[[str], np.ndarray]:
-  """A reader of one tensor a parameter, from one of a file's tensors.
+  """Returns a function that reads expected tensors from a file's tensors.
 
   Args:
-    stored: of `tensors`.
-    shapes: of the tensors it reads.
-    read: from name to tensor, in the file's form.
+    stored: what `tensors` returned.
+    shapes: shapes of the expected tensors, by name.
+    read: function from a name in the file to its tensor.
   """
   by_name = {name: rows for rows in stored for name in rows.own}
 
@@ -228,7 +229,7 @@ def _turned(name, rows, shape):
 def to_file(
     stored: list[RowMap], named: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-  """The inverse: a file's tensors from one a parameter."""
+  """The inverse: the file's tensors, made of the expected ones."""
   found = dict(named)
   made = {}
   for rows in stored:
