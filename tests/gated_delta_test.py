@@ -39,8 +39,8 @@ def by_blocks(*arguments, **options):
   return gated_delta.mix(*arguments, key_dim=KEY, **options)
 
 
-def by_tokens(params, channels, rates, matrix, last):
-  return reference.mix(channels, rates, *params, matrix, last, key_dim=KEY)
+def by_tokens(*arguments):
+  return reference.mix(*arguments, key_dim=KEY)
 
 
 def close(actual, expected, tolerance=1e-12):

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows times the matrix of their group: y_n = x_n W_e, for n in group e.
 
-Rows stand in the order of their groups, whose sizes are known at run time
-alone. A loop takes blocks of rows of one group each, so the work is that of the
-rows, and of at most one unfinished block a group. (`jax.lax.ragged_dot` says
-the same, but everywhere except on TPUs it multiplies all rows by all matrices.)
+Rows are sorted by group, and the sizes of the groups are known only at run
+time. A loop takes blocks of rows of one group each, so the work is that of all
+rows and at most one unfinished block per group. (`jax.lax.ragged_dot` computes
+the same, but on every platform except TPU it multiplies all rows by all
+matrices.)
 
-A block is written over its whole size: what it writes past the end of its group
-is garbage, which the blocks of the groups after it overwrite.
+A block is written at its full size. What it writes past the end of its group is
+garbage, which blocks of later groups overwrite.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ _LARGEST = 512  # rows of a block
 
 
 class _RowBlocks(NamedTuple):
-  """Which rows every turn of the loop takes; turns from `count` on are void."""
+  """The rows of every turn of the loop; turns from `count` on are not run."""
 
   group_B: jax.Array
   start_B: jax.Array
@@ -32,7 +33,7 @@ class _RowBlocks(NamedTuple):
 
 
 def _block_rows(rows: int, groups: int) -> int:
-  """Rows of a block: a power of two near those of a group."""
+  """Rows of a block: a power of two near the mean size of a group."""
   return min(1 << (rows // groups).bit_length(), _LARGEST)
 
 
@@ -50,12 +51,13 @@ def _blocks(sizes_E, rows: int, size: int) -> _RowBlocks:
 
 @jax.custom_vjp
 def grouped_dot(x_NA, w_EAB, sizes_E):
-  """x_NA by groups with w_EAB.
+  """x_NA times the matrix of each row's group.
 
   Args:
     x_NA: rows, those of group 0 first.
-    w_EAB: one matrix a group.
-    sizes_E: i32, rows of every group; their sum is N. Not differentiated.
+    w_EAB: one matrix for each group.
+    sizes_E: i32, number of rows of every group; their sum is N. It has no
+      gradient.
 
   Returns:
     y_NB in the dtype of `x_NA`.
@@ -64,7 +66,7 @@ def grouped_dot(x_NA, w_EAB, sizes_E):
 
 
 def _dot(x_NA, w_EAB, sizes_E, *, contract: int):
-  """Rows by axis `contract` of their group's matrix."""
+  """Rows times axis `contract` of their group's matrix."""
   rows, groups = x_NA.shape[0], w_EAB.shape[0]
   size = _block_rows(rows, groups)
   blocks = _blocks(sizes_E, rows, size)

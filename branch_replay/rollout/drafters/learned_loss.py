@@ -122,8 +122,8 @@ def predict(
 
   def attend(q, k, v):
     out = attention_packed.attend(
-        q, k, v, segments_NT, state.mixer, state.mixer[0].shape[0] - 1,
-        state.length,
+        q, k, v, segments_NT, state.mixer,
+        layer=state.mixer[0].shape[0] - 1, prefix_length=state.length,
     )
     return out, None
 
