@@ -93,8 +93,7 @@ class ExpertExpand(nn.Module):
     )
 
   def shared(self, normed_NM):
-    """The shared expert's projections for `ExpertContract.join`, if there is one.
-    """
+    """The shared expert's projections for `ExpertContract.join`, if any."""
     experts, projections = self.config.experts, ()
     if experts.shared_width:
       projections = self.shared_gate(normed_NM), self.shared_up(normed_NM)

@@ -23,7 +23,7 @@ from branch_replay.ops import rope
 
 
 class RMSNorm(nn.Module):
-  """x ↦ scale · x / √(mean(x²) + ε), computed in float32 and rounded once.
+  """x ↦ scale · x / √(mean(x²) + ε), in at least float32, rounded once.
 
   The rounding comes after the product with the scale: in bfloat16, scales close
   to 1 would all be rounded to 1.
@@ -84,7 +84,7 @@ class Linear(nn.Module):
   "kernel_T" in place of W as "kernel".
 
   Products are rounded to the compute dtype. Bias and adapter are added in
-  float32 before they are rounded, and α/r is not rounded, which in bfloat16
+  at least float32, and α/r is not rounded, which in bfloat16
   would be off by up to a quarter of a per cent.
   """
 
@@ -214,8 +214,7 @@ class Rotate(nn.Module):
 
 
 class Join(nn.Module):
-  """Residual stream plus the projected attention output, after an optional gate.
-  """
+  """Residual stream plus the projected, optionally gated attention output."""
 
   config: config_lib.ModelConfig
 

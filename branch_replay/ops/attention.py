@@ -131,7 +131,7 @@ def replay_attention(
 
   Raises:
     ValueError: an implementation that does not run here or does not support
-      these arrays, or a window together with blocks.
+      these arrays.
   """
   heads, branches, _, tokens, head_dim = q_KGRTD.shape
   chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))

@@ -53,7 +53,7 @@ def divide(documents: tuple[str, ...], *, seed: int, split: str) -> str:
   become spaces, and characters outside printable ASCII question marks.
 
   Raises:
-    ValueError: too little text for ten paragraphs.
+    ValueError: too little text for three splits.
   """
   order = list(documents)
   splits.generator(seed, "documents").shuffle(order)
