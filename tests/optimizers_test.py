@@ -23,7 +23,7 @@ def rising(update: int) -> float:
     ("linear", lambda share: 1 - 0.9 * share),
     ("cosine", lambda share: 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2),
 ])
-def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
+def test_learning_rates_rise_along_a_line_and_fall_by_their_formula(
     decay, falling
 ):
   rate = optimizers.learning_rates(2e-3, updates=12, warmup=4, decay=decay)
@@ -44,7 +44,7 @@ def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
     (dict(warmup=-1), "warmup"),
     (dict(decay="exponential"), "decay"),
 ])
-def test_schedules_that_are_none_are_refused(wrong, message):
+def test_learning_rates_that_are_none_are_refused(wrong, message):
   settings = dict(learning_rate=1e-3, updates=10) | wrong
   with pytest.raises(ValueError, match=message):
     optimizers.learning_rates(settings.pop("learning_rate"), **settings)

@@ -375,7 +375,7 @@ def test_a_rate_that_falls_until_the_end_is_not_extended(tmp_path, small, run):
     )
 
   loop.train(falling(1), small[1], tmp_path)
-  with pytest.raises(ValueError, match="rate ends constant can be extended"):
+  with pytest.raises(ValueError, match="rate ends constant can be made"):
     loop.train(falling(3), small[1], tmp_path)
 
 

@@ -83,9 +83,9 @@ class Linear(nn.Module):
   A is random and B zero at first. Parameters of `rollout.unstacked` have Wᵀ as
   "kernel_T" in place of W as "kernel".
 
-  Products are rounded to the compute dtype. Bias and adapter are added in
-  at least float32, and α/r is not rounded, which in bfloat16
-  would be off by up to a quarter of a per cent.
+  Products are rounded to the compute dtype. Bias and adapter are added in at
+  least float32, and α/r is not rounded: in bfloat16 it could be off by a
+  quarter of a per cent.
   """
 
   config: config_lib.ModelConfig

@@ -209,8 +209,8 @@ def check_rewards(rewards_G, shape: tuple[int, ...]) -> np.ndarray:
         f"{rewards_G[first]}. A reward that failed has to be replaced or its "
         "answer masked before advantages are taken."
     )
-  keep = rewards_G.dtype if rewards_G.dtype == np.float64 else np.float32
-  return rewards_G.astype(keep)
+  dtype = rewards_G.dtype if rewards_G.dtype == np.float64 else np.float32
+  return rewards_G.astype(dtype)
 
 
 def _prepared(rewards_G, mask_G):

@@ -53,25 +53,25 @@ def run(
   """
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
-  x_NTM, cache, block = segment.decode(
+  x_NTM, cache, pending = segment.decode(
       model.config, params["layers"], x_NTM, state, cache,
       slots(starts_N, tokens_NT.shape[1]), layers,
   )
-  return model.apply(outer, x_NTM, method="normalize"), cache, block
+  return model.apply(outer, x_NTM, method="normalize"), cache, pending
 
 
-def settle(model: decoder.Decoder, params, cache, block, taken_N):
+def settle(model: decoder.Decoder, params, cache, pending, taken_N):
   """The cache after the first `taken_N` new inputs of every row.
 
   Args:
     model: the decoder.
     params: its parameters.
     cache: second result of `run`.
-    block: third result of `run`.
+    pending: third result of `run`.
     taken_N: i32, how many of the new inputs each row accepts.
   """
   return segment.settle(
-      model.config, params["layers"], cache, block, taken_N
+      model.config, params["layers"], cache, pending, taken_N
   )
 
 

@@ -99,7 +99,7 @@ def advance(
   draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
   if drafter is not None:
     draft_Nk, memory = drafter.propose(settings, memory, view)
-  hidden_NTM, cache, inputs_run = decode.run(
+  hidden_NTM, cache, pending = decode.run(
       settings.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
       jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
       layers=inputs.layers,
@@ -111,7 +111,7 @@ def advance(
   running_N = finish_before_N == Finish.RUNNING
   emitted_N = jnp.where(running_N, emitted_N, 0)
   cache = decode.settle(
-      settings.model, inputs.params, cache, inputs_run, emitted_N
+      settings.model, inputs.params, cache, pending, emitted_N
   )
   ran_N = running_N.astype(jnp.int32)
   answers = dataclasses.replace(

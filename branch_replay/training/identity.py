@@ -99,7 +99,7 @@ def check(
   if found:
     advice = (
         " A learning rate that falls until the last update changes with the "
-        "steps: only a run whose rate ends constant can be extended."
+        "steps: only a run whose rate ends constant can be made longer."
         if any(".optimizer" in one for one in found) else ""
     )
     more = f"; and {len(found) - 8} more" * (len(found) > 8)
