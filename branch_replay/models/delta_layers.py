@@ -93,7 +93,7 @@ class DeltaJoin(nn.Module):
   @nn.compact
   def __call__(self, x_GTM, out_GTKRE, gate_NE):
     config = self.config
-    # Its scale is itself whatever those of the model's other norms are.
+    # The parameter is the scale, also if `norms_from_one` is set.
     norm = layers.RMSNorm(config.norm_eps, config.param_dtype, name="norm")
     normed_GTKRE = norm(out_GTKRE)
     gated_NE = normed_GTKRE.reshape(gate_NE.shape) * nn.silu(gate_NE)

@@ -71,8 +71,8 @@ class LatentRotate(nn.Module):
     left_GTC = jnp.einsum("gtnd,ndc->gtnc", nope_GTND, key_up_HDC)
     slots = jnp.concatenate([c_GTC, r_GTD], axis=-1)[None]
     q = jnp.concatenate([left_GTC, turned_GTND], axis=-1)
-    # The op divides by the root of what it sees as the size of a head. Rounded
-    # to bfloat16 the factor would be another temperature of all scores.
+    # Attention divides scores by the root of the size of c and r together. In
+    # bfloat16 this correction would be rounded, and change all scores.
     factor = rope.score_factor(config.rope_scaling) * (
         latent.slot / latent.query_dim
     ) ** 0.5

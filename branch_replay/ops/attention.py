@@ -65,7 +65,7 @@ def _attend_forward(
 ):
   arguments = q, k, v, pk, pv, prefix_length, lengths_G
   out, lse = _attend(window, kernel, block, *arguments)
-  # The prefix is a residual by reference: replayed, never copied.
+  # The prefix is saved by reference and never copied.
   return (out, lse), (*arguments, out, lse)
 
 
@@ -345,7 +345,7 @@ def backward_rows(
     As `backward`, but dq is at least float32, and only the part that the keys
     on this device contribute.
   """
-  # exp(score − ∞) = 0: a row that saw nothing sends nothing.
+  # exp(score − ∞) = 0: a query that saw no key has no gradient.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   size, lowest_N = _reach(window, q_KGRTD)
   by_loops = kernel is None or window is not None or blocks is not None

@@ -97,9 +97,9 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
   shift_N = finite(new_top_N)
   probs = jnp.exp(scores - shift_N[:, None])
   decay_N = jnp.exp(top_N - shift_N)
-  # Sums of rows by a matrix product: XLA for CPU reduces rows number by number,
-  # and would compute every exponential a second time to do so.
-  # Accelerators would round the summands of a product unless told not to.
+  # Rows are summed by a matrix product: XLA for CPU would reduce them number by
+  # number, and compute every exponential twice. On accelerators the highest
+  # precision keeps the summands from being rounded.
   ones_B1 = jnp.ones((v_BD.shape[0], 1), dtype)
   sums_N = lax.dot(probs, ones_B1, precision=lax.Precision.HIGHEST)[:, 0]
   return (
@@ -210,7 +210,7 @@ def cache_forward(q_KGRTD, cache, layer, slots_GT, window=None):
         tiling.read_cache(x, layer, start, size) for x in cache
     )
     place_B = start + jnp.arange(size)
-    # The last tile is moved back: what the one before has read is hidden.
+    # The last tile is moved back; slots that were read before are hidden.
     seen_GTB = (place_B >= j * size)[None, None] & (
         place_B[None, None] <= slots_GT[..., None]
     )
@@ -285,7 +285,7 @@ def prefix_backward(
     def tile_in_reach(i, carry):
       of_rows = tiling.read(lowest_N, (i * row.size,), row.size)
       reached = jnp.min(of_rows) < (j + 1) * column.size
-      # A loop of no or one turn: unlike a conditional it updates in place.
+      # A loop of at most one turn updates in place; a conditional does not.
       return lax.fori_loop(
           0, reached.astype(jnp.int32), lambda _, carry: tile(i, carry), carry
       )

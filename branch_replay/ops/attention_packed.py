@@ -48,7 +48,7 @@ def _backward(residuals, cotangents):
   d_out, d_lse = cotangents
   heads = q_KGRTD.shape[0]
   delta = attention.row_delta(d_out, out, d_lse)
-  # exp(score − ∞) = 0: a row that saw nothing sends nothing.
+  # exp(score − ∞) = 0: a query that saw no key has no gradient.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   rows = loops.QueryRows(
       _rows(d_out), _rows(q_KGRTD), lse.reshape(heads, -1),

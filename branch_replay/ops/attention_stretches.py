@@ -31,8 +31,8 @@ from branch_replay.ops import kernel_splash
 from branch_replay.ops import kernels
 from branch_replay.ops import tiling
 
-# Not measured. A stretch costs one pass over outputs in float32; what the short
-# one leaves over is left to the loops.
+# Sizes of the long and the short stretches; not measured. Each stretch costs a
+# pass over the float32 outputs.
 STRETCHES = 4096, 512
 BLOCK = 512  # of rows and of keys
 

@@ -31,8 +31,8 @@ from branch_replay import config as config_lib
 from branch_replay.ops import tiling
 
 BLOCK = 64
-_ELIMINATED = 16  # rows of a system, at most, that are inverted one by one
-_EPSILON = 1e-6  # of the norms of queries and keys
+_ELIMINATED = 16  # largest system that is inverted row by row
+_EPSILON = 1e-6  # ε of the norms of queries and keys
 
 
 class Parameters(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 _SEED, _DROPOUT, _NO_BIAS, _NO_WINDOW = 42, 0.0, (False, False), None
 _LAYOUT = cudnn.AttentionLayout.BNTH.value
-_TINY = 2.0**-60  # of bfloat16; its square too is far from float32's least
+_TINY = 2.0**-60  # a bfloat16 whose square does not underflow in float32
 
 
 def unit() -> int:

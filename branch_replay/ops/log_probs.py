@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 
-# Kept by the engine when it recomputes a readout: N numbers that spare one
-# pass over the vocabulary.
+# Name of the residual the engine keeps when it recomputes a readout: N numbers
+# that save one pass over the vocabulary.
 LOG_SUM_EXP = "log_sum_exp"
 
-# [512 tokens, 2048 ids] of float32 logits are 4 MiB, a share of the last cache.
+# ids; float32 logits of 512 tokens are then 4 MiB, which fits in a cache.
 _CHUNK = 2048
 
 

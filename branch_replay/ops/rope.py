@@ -64,8 +64,8 @@ def frequencies(
       raise ValueError(f"Unknown RoPE scaling {scaling!r}.")
 
 
-# Below a Python number is rounded to float32 where it meets an array; torch
-# divides a number by an array as the number times the reciprocals.
+# Below, Python numbers are rounded to float32 where they meet an array, and a
+# number divided by an array is the number times reciprocals, as in torch.
 
 
 def _llama3(inverse_H, scaling):
@@ -139,7 +139,7 @@ def angles(positions_GT, inverse_H, dtype):
     inverse_H: frequencies of `frequencies`, a constant.
     dtype: dtype of the result, at least float32.
   """
-  # Turns a position, in units of 2⁻⁶⁴, as two words.
+  # Turns per position in units of 2⁻⁶⁴, as two words.
   scale = fractions.Fraction(_TURNS_A_RADIAN, 1 << 64)
   turns = [
       round(fractions.Fraction(float(x)) * scale) % (1 << 64)
@@ -151,12 +151,12 @@ def angles(positions_GT, inverse_H, dtype):
   )
   at_GT1 = positions_GT[..., None]
   word_GT1 = at_GT1.astype(jnp.uint32)
-  # Of the product modulo 2⁶⁴ the high word: turns in units of 2⁻³².
+  # The high word of the product modulo 2⁶⁴: turns in units of 2⁻³².
   high_GTH = word_GT1 * high_11H + _high_word(word_GT1, low_11H)
-  # As a word a negative position is 2³² more than it is.
+  # As an unsigned word a negative position is too large by 2³².
   high_GTH -= jnp.where(at_GT1 < 0, low_11H, np.uint32(0))
   signed_GTH = lax.bitcast_convert_type(high_GTH, jnp.int32).astype(dtype)
-  if dtype == jnp.float64:  # has digits for the low word too
+  if dtype == jnp.float64:  # float64 has room for the low word too
     signed_GTH += (word_GT1 * low_11H).astype(dtype) * 2.0**-32
   return signed_GTH * np.asarray(2 * math.pi * 2.0**-32, dtype)
 

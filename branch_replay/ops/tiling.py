@@ -13,7 +13,7 @@ import jax.numpy as jnp
 # shared: smaller tiles spend their time in dispatch, larger ones gain nothing.
 FORWARD_ROWS, FORWARD_COLUMNS = 1536, 512
 BACKWARD_ROWS, BACKWARD_COLUMNS = 1024, 512
-CACHE_COLUMNS = 64  # of all rows and heads at once, copied to be multiplied
+CACHE_COLUMNS = 64  # of all rows and heads at once
 _VECTOR = 8  # sizes are multiples of a vector register of float32
 
 
@@ -58,7 +58,7 @@ def pad(x, axis: int, length: int, value=0.0):
 
 
 def _indices(x, at):
-  # One integer type, whatever mix of i32 lengths and x64 counters it is.
+  # One integer type, because i32 lengths and x64 counters are mixed.
   at = (*at, *(0,) * (x.ndim - len(at)))
   return tuple(jnp.asarray(index, jnp.int32) for index in at)
 
@@ -101,7 +101,7 @@ def write(x, at, window):
 def add(x, at, window):
   """x with `window` added where `read` reads it."""
   old = read(x, at, window.shape[0]).astype(window.dtype)
-  return write(x, at, old + window)  # rounded to a narrower x once
+  return write(x, at, old + window)  # rounded once if x is narrower
 
 
 class PrefixTiles:

@@ -267,7 +267,7 @@ def _flat(x_G, mask_G):
 def _centred(x_G, mask_G):
   """x − mean x, 0 outside of the mask."""
   low_G1, _ = _extremes(x_G, mask_G)
-  # Values close together keep their digits: the difference is exact.
+  # The difference of values close together is exact.
   above_G = jnp.where(mask_G, x_G - low_G1, 0)
   count_G1 = jnp.maximum(jnp.sum(mask_G, axis=-1, keepdims=True), 1)
   mean_G1 = jnp.sum(above_G, axis=-1, keepdims=True) / count_G1

@@ -29,10 +29,10 @@ from branch_replay.rl import checks
 
 Estimator = Literal["k1", "k2", "k3"]
 
-# Log-probs below are read as this: log 0 then has a finite difference from any.
+# Lower log-probs count as this, so that differences from log 0 are finite.
 LEAST = -1000.0
-# Log-ratios above are exponentiated as this, with gradient 0: e²⁰ is 5e8, and
-# sums of its square over a batch are far from overflowing in float32.
+# Higher log-ratios count as this when exponentiated, with gradient 0: e²⁰ is
+# 5e8, whose squares can be summed over a batch in float32.
 LARGEST = 20.0
 
 

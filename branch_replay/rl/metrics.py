@@ -52,7 +52,7 @@ def ratios(
   below_GT, above_GT = log_ratio_GT < low_GT, log_ratio_GT > high_GT
   log_ratio_GT = jnp.minimum(log_ratio_GT, divergences.LARGEST)
   largest = _largest(log_ratio_GT, mask_GT)
-  # Relative to the largest, so that squares do not overflow.
+  # Divided by the largest, so that squares do not overflow.
   scaled_GT = jnp.where(mask_GT, jnp.exp(log_ratio_GT - largest), 0)
   square = jnp.sum(jnp.square(scaled_GT)) * jnp.sum(mask_GT)
   some = jnp.any(mask_GT)

@@ -94,7 +94,7 @@ class Ipo:
   """Σ w · `ipo`, a sum over pairs, of log-probs and `Pairs`.
 
   Attributes:
-    beta: β > 0, the paper's τ.
+    beta: β > 0, called τ in the paper.
   """
 
   beta: float = 0.1

@@ -16,7 +16,7 @@ from branch_replay import config as config_lib
 from branch_replay.rl import checks
 from branch_replay.rl import divergences
 
-DUAL_CLIP = 3.0  # c, as in the paper
+DUAL_CLIP = 3.0  # c of the paper
 
 
 def reinforce(log_probs_GT, advantages, mask_GT) -> jax.Array:

@@ -78,9 +78,9 @@ def truncate(log_probs_NV, law: Law):
   keep_NV = jnp.ones(sorted_NV.shape, bool)
   if law.top_k is not None:
     keep_NV &= (jnp.arange(sorted_NV.shape[-1]) < law.top_k)[None]
-  if law.top_p is not None and law.top_p < 1:  # 1 less rounding keeps all
+  if law.top_p is not None and law.top_p < 1:  # 1 keeps all despite rounding
     probs_NV = jnp.exp(sorted_NV)
-    # Mass of the ids before: the one that reaches p is the last that is kept.
+    # By the mass of the ids before it: the id that reaches p is kept.
     keep_NV &= jnp.cumsum(probs_NV, axis=-1) - probs_NV < law.top_p
   rank_NV = jnp.argsort(order_NV, axis=-1)
   keep_NV = jnp.take_along_axis(keep_NV, rank_NV, axis=-1)

@@ -127,7 +127,7 @@ def run(
   for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
     count, before, began = 0, tokens, time.perf_counter()
     programs = _programs()
-    if np.sum(~finished_N) > smaller:  # else they fit the next bucket
+    if np.sum(~finished_N) > smaller:  # otherwise the rows fit the next bucket
       if finished_N.size > size:
         # Unfinished rows first; finished ones fill the bucket up.
         order = np.argsort(finished_N, kind="stable")[:size]

@@ -124,8 +124,8 @@ def sample(
   if layers is not None:
     unstacked.check(layers, params, version)
   inputs = RolloutInputs(
-      # Without what only learning reads: else a state that has it would be
-      # another program's argument.
+      # Without what only learning reads: a state that has it would compile
+      # every round again.
       params, dataclasses.replace(state, kept=None, model=None),
       group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),

@@ -204,7 +204,7 @@ def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
   if rng.random() >= tuner.epsilon:
     return usual, reason
   if other != usual and rng.random() < 0.5:
-    return other, "explore"  # so that both are known as they are now
+    return other, "explore"  # so that both rates stay current
   drawn = rng.choice(tuner.draft_lengths, len(best)).tolist()
   return dict(zip(best, drawn, strict=True)), "explore"
 

@@ -95,7 +95,7 @@ def _transposed(dtype, tree, name=""):
     return tree
   tree = {key: _transposed(dtype, child, key) for key, child in tree.items()}
   kernel_AB = tree.get("kernel")
-  # A router's is no linear map's, and experts have one matrix each.
+  # A router is not a `Linear`, and experts have stacked matrices.
   if kernel_AB is None or kernel_AB.ndim != 2 or name == "router":
     return tree
   rest = {key: child for key, child in tree.items() if key != "kernel"}

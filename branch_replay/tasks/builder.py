@@ -125,7 +125,7 @@ class RowsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     task = recipe.task(text, {})
     for index, example in enumerate(recipe.rows(text, split)):
       row = as_row(example)
-      # As it will be read, for what JSON does to the details.
+      # Checked as it will be read, because JSON changes details.
       task_lib.check_example(task, as_example(row))
       yield index, row
 
@@ -168,7 +168,7 @@ def as_example(row) -> task_lib.Example:
       value.decode() if isinstance(value, bytes) else value
       for value in (row["id"], row["answer"], row["details"])
   )
-  if not row["answer_ids"].size:  # none is known: a right one has a stop id
+  if not row["answer_ids"].size:  # none is known; a known one has a stop id
     return task_lib.Example(
         id_, row["prompt_ids"], details=json.loads(details)
     )

@@ -63,7 +63,7 @@ def divide(documents: tuple[str, ...], *, seed: int, split: str) -> str:
     if paragraph.strip():
       paragraphs.setdefault(paragraph.strip(), paragraph)
   kept = list(paragraphs.values())
-  # By length and not by number, or a split may get only short ones.
+  # By length and not by number: a split might get only short paragraphs.
   total = sum(map(len, kept))
   part = splits.bounds(total)[split]
   chosen, at = [], 0

@@ -20,7 +20,7 @@ from branch_replay.tasks import splits
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
 
-# reasoning-gym may ask the same question again: candidates made per row.
+# Candidates per row, because reasoning-gym repeats questions.
 _SPARE = 20
 
 
@@ -68,9 +68,9 @@ class ReasoningGym(builder.Recipe):
       ValueError: the data set has too few questions, or one without an answer.
     """
     made = 0
-    # reasoning-gym seeds item i with seed + i: the data sets of neighbouring
-    # seeds are all but equal. So one data set serves all splits, and a question
-    # belongs to the split that its own text says.
+    # reasoning-gym seeds item i with seed + i, so data sets of neighbouring
+    # seeds are almost equal. Therefore all splits share one data set, and the
+    # text of a question decides which split it belongs to.
     rows = sum(getattr(self, name) for name in splits.SPLITS)
     data = self._data(_SPARE * rows)
     seen = set()
@@ -97,7 +97,7 @@ class ReasoningGym(builder.Recipe):
     def score(example, ids):
       try:
         marks = data.score_answer(text.decode(ids).strip(), example.details)
-      except Exception:  # of any kind: it parses what a model has made up
+      except Exception:  # of any kind: it parses arbitrary text
         return 0.0
       return float(marks == 1)
 

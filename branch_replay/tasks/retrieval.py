@@ -38,7 +38,7 @@ _WORDS = (
 _POOLS = {"words": _WORDS, "letters": list(string.ascii_uppercase)}
 _MOST_CODES = 10**6
 _TRIES = 30
-# Of the search for a passage of the right length: estimates, and neighbours.
+# Limits of `fitting`: estimates of the size, and neighbours tried.
 _STEPS = 8
 _NEIGHBOURS = 40
 
@@ -231,7 +231,7 @@ class Retrieval(builder.Recipe):
           f"the question and {len(hidden)} facts take {taken}."
       )
     most = room * text.longest
-    # A token is a character at least.
+    # A token has at least one character.
     starts = max(0, len(haystack) - room)
     for _ in range(_TRIES if starts or self.haystack == "letters" else 0):
       if self.haystack == "letters":
@@ -240,7 +240,7 @@ class Retrieval(builder.Recipe):
       else:
         start = haystack.find("\n", random.randrange(starts)) + 1
         found = haystack[start : start + most]
-      # Drawn here for every try, but from where a try that fails draws on.
+      # Drawn from a copy, so that the number of tries changes nothing else.
       ahead = _copy(random)
       depths = [ahead.uniform(self.min_depth, self.max_depth)]
       depths += [ahead.random() for _ in hidden[1:]]
@@ -325,7 +325,7 @@ def fitting(
       high = size
     step = low + (high - low) // 2
     if len(known) < _STEPS:
-      # A token is about four characters, one in some texts.
+      # A token has about four characters; in some texts only one.
       step = size - found * (4 if found < 0 else 3)
     size = min(max(step, low + 1), high - 1)
   if low == most:

@@ -108,7 +108,7 @@ class Task:
           f"{where} failed on the ids {ids}: {type(error).__name__}: {error}"
       ) from error
     if getattr(value, "ndim", None) == 0:
-      value = value.item()  # of an array of one number
+      value = value.item()  # an array of one number
     if not isinstance(value, numbers.Real):
       raise ValueError(
           f"{where} must be a number or a bool, not {value!r} of type "
@@ -206,7 +206,7 @@ def check_example(task: Task, example: Example) -> None:
       ("a meaningless answer", [other] * 3 + stop, 0.0),
   ]
   for what, ids, right in answers:
-    reward = task.reward(example, ids)  # raises where it is no finite number
+    reward = task.reward(example, ids)  # raises if it is not finite
     if task.verifiable and reward != right:
       raise ValueError(
           f"{where} the reward of {what}, {ids}, is {reward}; it must be "

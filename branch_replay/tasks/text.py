@@ -118,7 +118,7 @@ class Chat:
 
   name: ClassVar[str] = "chat"
   longest: ClassVar[int] = 10
-  # Raise it when the ids of the same text become others.
+  # Raise it when the same text gets other ids.
   version: ClassVar[int] = 2
   pretrained: pretrained_lib.Pretrained
   date: datetime.date = chat.DATE
@@ -224,7 +224,7 @@ def prompt_of(
   ids = [*before, *source.ids]
   if not document:
     return Prompt(ids, [0] * len(ids), source)
-  stripped = content.strip()  # as some templates do
+  stripped = content.strip()  # because some templates do
   start = source.text.rfind(stripped)
   if start < 0:
     raise ValueError(

@@ -54,7 +54,7 @@ class MaximumLikelihood:
   needs_reference = False
   needs_outputs = False
 
-  @staticmethod  # one function: a method of each object would compile anew
+  @staticmethod  # a bound method would compile anew per object
   def loss(log_probs_GT, weights_GT):
     """Σ w (−log p), summed over the given branches."""
     return -jnp.sum(weights_GT * log_probs_GT)
@@ -119,7 +119,7 @@ class PolicyGradient:
       have the leading axes [N, G].
     """
     rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
-    # An answer of no tokens is none: others are not compared with it.
+    # Others are not compared with an answer of no tokens.
     there_NG = jnp.stack([one.group.tail_lengths > 0 for one in batch])
     if self.advantage == "leave_one_out":
       advantages_NG = advantages.leave_one_out(rewards_NG, there_NG)
@@ -269,7 +269,7 @@ class Preference:
     }
 
 
-# Not under `jit`, its scan would be compiled anew by every call.
+# Outside of `jit` every call would compile its scan anew.
 _gae = jax.jit(advantages.gae, static_argnames=("discount", "trace"))
 
 Algorithm = MaximumLikelihood | PolicyGradient | ProximalPolicy | Preference

@@ -161,7 +161,7 @@ class Checkpoints:
           step,
           args=ocp.args.Composite(train_state=ocp.args.StandardRestore(like)),
       )
-    except Exception as error:  # of many kinds, by what is damaged
+    except Exception as error:  # of any kind, depending on the damage
       raise Damaged(f"its arrays cannot be read ({error})") from error
     return found["train_state"]
 
@@ -172,7 +172,7 @@ class Checkpoints:
           self._steps / str(step) / "train_state"
       )
       there = _arrays(found.tree)
-    except Exception as error:  # of many kinds, by what is damaged
+    except Exception as error:  # of any kind, depending on the damage
       raise Damaged(f"its arrays cannot be read ({error})") from error
     here = _arrays(like)
     differ = [

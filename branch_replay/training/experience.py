@@ -149,7 +149,7 @@ def collect(
   tokens, lengths, log_probs, finished = jax.device_get(
       (rollout.tokens, rollout.lengths, rollout.log_probs, rollout.finished)
   )
-  # By way of the host: learning may run on other devices.
+  # On the host, because learning may run on other devices.
   group = dataclasses.replace(
       prompt, tails=jnp.asarray(tokens), tail_lengths=jnp.asarray(lengths)
   )
@@ -158,7 +158,7 @@ def collect(
       task.reward(example, row[:length]) if ask else 0.0
       for row, length, ask in zip(tokens, lengths, asked, strict=True)
   ]
-  # As float32 they are learnt from: one that is too large for it is caught too.
+  # Learning reads them as float32; one too large becomes ∞ and is refused.
   with np.errstate(over="ignore"):
     rewards = np.asarray(rewards, np.float32)
   rewards = advantages.check_rewards(rewards, (rollouts.branches,))

@@ -26,10 +26,10 @@ import numpy as np
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
 
-_ROWS = 256  # of a split, that its digest reads
-_SMALL = 1 << 16  # numbers of an array whose values are compared
-# Fields that change no result, by the class that has them; and the model of a
-# learner, which is the run's.
+_ROWS = 256  # read of a split for its digest
+_SMALL = 1 << 16  # numbers; of larger arrays only shape and dtype are compared
+# Fields that are left out, by class: they change no result, or, like a
+# learner's model, are described elsewhere.
 _FREE = {
     "Schedule": ("layout",),
     "Rollouts": ("hold",),
@@ -38,8 +38,8 @@ _FREE = {
     "Supervised": ("learning_rate",),  # a copy for the log
     "Reinforce": ("learning_rate", "speculator"),
 }
-# Names that checkpoints have for classes which are called otherwise here. A
-# checkpoint with another name is refused as that of another run.
+# Classes that checkpoints know by another name. Without this, the checkpoint of
+# the same run would be refused.
 _SAVED_NAMES = {
     "MaximumLikelihood": "Supervised",
     "HeldOutEvaluation": "Evaluation",

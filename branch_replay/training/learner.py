@@ -226,7 +226,7 @@ class Learner:
       stale: whether states captured under other parameters are accepted.
     """
     grads, outputs, loss = None, [], 0.0
-    # A group of empty tails has no load to balance, as in stacked groups.
+    # A group of empty tails has no balance term, as in stacked groups.
     groups = sum(bool(np.any(one.group.tail_lengths)) for one in batch)
     share = 1 / max(groups, 1)
     for place, one in enumerate(batch):

@@ -170,7 +170,7 @@ def train(
         run, params, checkpoints, about, may_differ
     )
     streaks = alarms.Streaks()
-    # Of a run that begins, the row of step 0 is written again.
+    # A run that starts writes the row of step 0 again.
     log = stack.enter_context(
         metrics.Log(workdir, start=progress.step or -1)
     )
@@ -253,7 +253,7 @@ def _begin(run, params, checkpoints, about, may_differ):
 
 def _restored(run, params, checkpoints, progress):
   """Train state and reference of the latest checkpoint."""
-  # A checkpoint belongs to the phase of the step before it.
+  # A checkpoint belongs to the phase of the last step done.
   number, _ = run.place(progress.step - 1)
   phase = run.phases[number]
   for earlier in run.phases[: number + 1]:
@@ -371,7 +371,7 @@ class _Signals:
 
   def _request(self, *_) -> None:
     self.requested = True
-    self._restore()  # the second one takes effect at once
+    self._restore()  # a second signal takes effect at once
 
   def _restore(self) -> None:
     for number, handler in self._before.items():

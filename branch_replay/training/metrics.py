@@ -55,7 +55,7 @@ class Log:
       file.write(json_lines.dumps(row) + "\n")
     for name, value in scalars.items():
       self._board.add_scalar(name, value, step)
-    self._board.flush()  # a checkpoint must not be ahead of it
+    self._board.flush()  # a checkpoint must not get ahead of the log
 
 
 def read(directory: pathlib.Path) -> list[dict]:

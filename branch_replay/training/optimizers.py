@@ -99,12 +99,12 @@ def learning_rates(
   }[decay]
   if not warmup:
     return falling
-  # The first update is not lost to a rate of 0.
+  # Starts above 0, or the first update would do nothing.
   rising = optax.linear_schedule(learning_rate / warmup, learning_rate, warmup)
   return optax.join_schedules([rising, falling], [warmup])
 
 
-# Names of parameters that are matrices, or tables of vectors; see `decays`.
+# Names of the parameters that decay, see `decays`.
 _DECAYING = (
     "kernel", "table", "key_up", "value_up", "filter", "adapter_in",
     "adapter_out",

@@ -27,8 +27,8 @@ from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
 
-_LOOKED_AT = 256  # rows, for the length of their answers
-# What keys are for: numbers that are drawn for one are not those of another.
+_LOOKED_AT = 256  # rows whose answers are measured before training
+# Folded into keys, so that different uses draw different numbers.
 _SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
 
@@ -224,13 +224,13 @@ class Reinforce:
         here = slice(part * size, (part + 1) * size)
         update = self.learner.update(
             train_state, batch[here], known[here],
-            version=int(train_state.step),  # a skipped update makes none
+            version=int(train_state.step),  # unchanged by a skipped update
             key=jax.random.fold_in(jax.random.fold_in(key, _CHUNKS), number),
             stale=not fresh,
         )
         train_state = update.train_state
         skipped.append(train_state.skipped > 0)  # before it is donated
-        if self.capture_every == 1:  # these states have had their only use
+        if self.capture_every == 1:  # each state is used once
           batch[here] = [experience_lib.bare(one) for one in batch[here]]
         updates.append(update)
       jax.block_until_ready(train_state)
@@ -299,12 +299,12 @@ class Reinforce:
     return {
         "reward/mean": of_rewards["reward_mean"],
         "reward/spread": of_rewards["reward_spread"],
-        # Those of whose answers none counts, too.
+        # Groups of which no answer counts are included.
         "dead_groups": float(np.mean(advantages.is_dead(rewards, counted))),
         **as_floats(metrics.answers(
             lengths, np.stack([one.finished for one in drawn])
         )),
-        # An estimate of the entropy of a token: −log p of those sampled.
+        # Mean −log p of sampled tokens estimates their entropy.
         "entropy": float(-log_probs.sum() / max(1, lengths.sum())),
         "prompts_drawn": float(len(drawn)),
         "tokens_sampled": float(lengths.sum()),

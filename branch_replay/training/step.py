@@ -207,7 +207,8 @@ def _widened(tree):
 
 
 def _cast_like(x, like):
-  # A key's dtype has no cast; to its own dtype one drops a weak type.
+  # A PRNG key cannot be cast; casting an array to its own dtype makes it
+  # strongly typed, so that the next update does not compile again.
   if jnp.issubdtype(like.dtype, jax.dtypes.extended):
     return x
   return jnp.asarray(x).astype(like.dtype)
@@ -314,7 +315,7 @@ def apply(
 def _rounded_away(before, after, updates) -> jax.Array:
   """See `Applied`."""
   def count(found):
-    # By rows first: ones are not added to a float32 beyond 2²⁴.
+    # By rows first: adding ones to a float32 stops at 2²⁴.
     rows = jnp.sum(jnp.atleast_1d(found), axis=-1, dtype=jnp.float32)
     return jnp.sum(rows)
 

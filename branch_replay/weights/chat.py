@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
   from branch_replay.weights import pretrained as pretrained_lib
 
-# Some templates write the day. It is a constant, so that the same rows are made
-# on any day; this is the one that Llama 3 templates fall back to.
+# Some templates write the date. It is fixed, so that rows do not depend on the
+# day they are made; this is the default of Llama 3 templates.
 DATE = datetime.date(2024, 7, 26)
 _ANSWER = "Yes"
-# Shadows the function of that name, which reads the clock. The line end behind
-# the last tag is dropped, as one behind any tag is.
+# Shadows the function of that name, which reads the clock. Jinja drops the line
+# break after the last tag.
 _CLOCK = (
     "{% macro strftime_now(format) %}{% set now = namespace(text=format) %}"
     "{% for directive, value in clock_directives.items() %}"
@@ -174,8 +174,8 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
         _rendered(tokenizer, messages, add_generation_prompt, date, options),
         found,
     )
-  # As transformers does it: what the messages spell is put between two marks,
-  # so that a control token without them is the template's own.
+  # As in transformers: control tokens that messages spell are put between two
+  # marks, so those without marks are the template's own.
   start, end = encoding.marks(texts, 2)
   plain = _rendered(tokenizer, messages, add_generation_prompt, date, options)
   for of_answers in (found, encoding.special_pattern(tokenizer)):
@@ -190,8 +190,9 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
     rendered = _rendered(
         tokenizer, marked, add_generation_prompt, date, options
     )
-    # Marks are in the way of a template that takes answers apart at its own
-    # tags, such as </think>. Those are not special; then they go unmarked.
+    # A template that splits answers at its own tags, such as </think>, does not
+    # find them between marks. They are not special tokens, so the second try
+    # leaves them unmarked.
     if rendered.replace(start, "").replace(end, "") == plain:
       break
   else:

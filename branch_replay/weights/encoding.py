@@ -24,9 +24,9 @@ if TYPE_CHECKING:
   import tokenizers
   import transformers
 
-# For private use: texts hold none of them, or at least not all.
+# Private-use characters, most of which occur in no text.
 _MARKS = tuple(map(chr, range(0x10FFFD, 0x10FF00, -1)))
-# Of tokenizers that live, what is made of them once.
+# Caches by tokenizer.
 _CONTROLS = weakref.WeakKeyDictionary()
 _TWINS = weakref.WeakKeyDictionary()
 
@@ -82,7 +82,7 @@ def control_tokens(
         if token.special
         or (token.content in written and not token.content.isspace())
     }
-    # A tree of letters: some tokenizers have thousands of control tokens.
+    # As a tree: some tokenizers have thousands of control tokens.
     found = re.compile(_alternatives(controls) or "(?!)")
     _CONTROLS[tokenizer] = key, controls, found
   return _CONTROLS[tokenizer][1:]
@@ -230,7 +230,7 @@ def _in_twin(tokenizer, controls, pieces):
       for piece in pieces
   ]
   encoding = twin.encode("".join(spelt), add_special_tokens=False)
-  # Ends of pieces in the twin's text and in ours.
+  # Where pieces end in the twin's text and in ours.
   theirs, ours = [0], [0]
   for piece, other in zip(pieces, spelt, strict=True):
     theirs.append(theirs[-1] + len(other))

@@ -12,7 +12,7 @@ from branch_replay.ops import rope
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-# Keys read below, or that say nothing about what the model computes.
+# Keys that are read below, or do not change what the model computes.
 _KNOWN = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -169,7 +169,7 @@ def _scaling(options, head_dim, theta, factors_H):
       )
     return _scaling_of_factors(head_dim, theta, factors_H)
   if kind is None and "rope.scaling.factor" in options:
-    # llama.cpp takes it for linear; the converters always write a type.
+    # llama.cpp assumes linear; converters always write a type.
     raise ValueError(
         f"rope.scaling.factor={options['rope.scaling.factor']!r} without "
         "rope.scaling.type: the file must say which scaling it is."

@@ -98,7 +98,7 @@ def tokenizer_from_gguf(
       models.BPE(
           vocab=vocabulary,
           merges=[_merge(merge) for merge in _required(metadata, "merges")],
-          # Llama 3 has words in its vocabulary that its merges do not reach.
+          # Llama 3's vocabulary has words that its merges do not produce.
           ignore_merges=pre == "llama-bpe",
       )
   )

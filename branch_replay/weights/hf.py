@@ -40,7 +40,7 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# A buffer that older exports saved; the configuration says the same.
+# A buffer in older exports that the configuration determines.
 _IGNORED = "rotary_emb.inv_freq"
 
 
@@ -280,7 +280,7 @@ def save_hf(
         tensors, staged / _WEIGHTS, metadata={"format": "pt"}
     )
     _write_json(staged / "config.json", mapping | ids)
-    # In config.json it would keep the gradient from a row of the embedding.
+    # Not in config.json, where it would freeze a row of the embedding.
     pad = {}
     if tokenizer is not None:
       pad_id = tokenizer_lib.save(
@@ -290,7 +290,7 @@ def save_hf(
       pad = {} if pad_id is None else {"pad_token_id": pad_id}
     if ids | pad:
       _write_json(staged / "generation_config.json", ids | pad)
-    # safetensors makes its file private to the owner, unlike those beside it.
+    # safetensors makes its file readable by the owner alone.
     (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
     written = {str(path.relative_to(staged)) for path in _files(staged)}
     for path in sorted(_files(staged)):

@@ -24,14 +24,14 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# What near relatives have that is not computed here.
+# Why related families are not supported.
 _REFUSED = {
     "gemma2": ", because its scores and logits are soft-capped",
     "gemma3": ", because it reads images too; its text part is gemma3_text",
     "qwen3_5": ", because it reads images too; its text part is qwen3_5_text",
 }
 
-# Options that only one value of is computed here; absent means that value.
+# Options with one supported value, which is also the default.
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -40,7 +40,7 @@ _FIXED = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-# Of Qwen3-MoE: experts in every layer.
+# In Qwen3-MoE every layer must have experts.
 _FIXED_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -106,7 +106,7 @@ def _llama_like(mapping, family) -> dict[str, Any]:
   heads = hf_fields.integer(mapping, "num_attention_heads")
   window = None
   if family == "mistral" and mapping.get("sliding_window", 1) is not None:
-    # MistralConfig has a constant default; null means that there is none.
+    # Absent means 4096, null means no window.
     window = hf_fields.integer(mapping, "sliding_window", default=4096)
   experts = None
   if family == "qwen3_moe":
@@ -142,7 +142,7 @@ def _head_dim(mapping, family):
   if mapping.get("head_dim") is not None:
     return hf_fields.integer(mapping, "head_dim")
   if family == "qwen3":
-    # Qwen3Config has a constant default: width / heads is half of it in 0.6B.
+    # The default of Qwen3Config; width / heads would be 64 in Qwen3-0.6B.
     return 128
   width = hf_fields.integer(mapping, "hidden_size")
   heads = hf_fields.integer(mapping, "num_attention_heads")

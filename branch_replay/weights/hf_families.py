@@ -202,7 +202,7 @@ def _deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
   hf_fields.check_fixed(mapping, {
       "rope_interleave": True,
       "num_key_value_heads": heads,
-      "rms_norm_eps": 1e-6,  # that of the latents' norms, whatever this says
+      "rms_norm_eps": 1e-6,  # the norms of latents always have this one
   })
   layers = hf_fields.integer(mapping, "num_hidden_layers")
   default = 3 if mapping["model_type"] == "deepseek_v3" else 0

@@ -8,7 +8,7 @@ from typing import Any
 from branch_replay import config as config_lib
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Options that do something only together with a type.
+# Options that have an effect only together with a type.
 _SCALES = (
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
     "attention_factor", "mscale", "mscale_all_dim",
@@ -113,7 +113,7 @@ def _rope_type(rope, source):
       key: rope[key] for key in _SCALES
       if rope.get(key) is not None and kind == "default"
   }
-  # A factor of 1 asks for nothing.
+  # A factor of 1 has no effect.
   if unused and unused != {"factor": 1}:
     raise ValueError(
         f"{source}={rope!r} has {', '.join(unused)} without a rope_type that "

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that families store in another form than one a parameter.
+"""Tensors that a family stores in another form than `stacking` expects.
 
 `stacking` expects one tensor for every parameter and layer. Some families fuse
 two of these in one tensor of the file, split one, order its rows differently or
@@ -68,7 +68,7 @@ def tensors(
 
 
 def _gemma3() -> list[RowMap]:
-  """A layer of Gemma 3, whose norms have other names."""
+  """Gemma 3, whose norms have other names."""
   return [
       RowMap((file,), (own,), ())
       for file, own in (
@@ -82,7 +82,7 @@ def _gemma3() -> list[RowMap]:
 
 
 def _hybrid(config, kind, fused: bool) -> list[RowMap]:
-  """A layer of Qwen3.5, or of Qwen3-Next, which fuses two projections."""
+  """Qwen3.5, and Qwen3-Next, which fuses two projections."""
   if kind == "full":
     heads, size = config.num_heads, config.head_dim
     return [RowMap(
@@ -126,7 +126,7 @@ def _hybrid(config, kind, fused: bool) -> list[RowMap]:
 
 
 def _latent(config) -> list[RowMap]:
-  """A layer of DeepSeek, whose rotated pairs are neighbours."""
+  """DeepSeek, which stores the two numbers of a rotated pair as neighbours."""
   latent, heads = config.latent, config.num_heads
   pairs = np.arange(latent.rope_dim).reshape(2, -1).T.reshape(-1)
   shared = np.concatenate([np.arange(latent.rank), latent.rank + pairs])
@@ -162,7 +162,7 @@ def _latent(config) -> list[RowMap]:
 
 
 def _by_head(heads: int, sizes: tuple[int, int]) -> np.ndarray:
-  """RowMap of two matrices that a file deals out head by head."""
+  """Order of the rows of two matrices that a file interleaves by head."""
   first = np.arange(heads * sizes[0]).reshape(heads, -1)
   second = first.size + np.arange(heads * sizes[1]).reshape(heads, -1)
   return np.concatenate([first, second], axis=1).reshape(-1)
@@ -219,7 +219,7 @@ def _count(rows: RowMap, shape) -> int:
 
 
 def _turned(name, rows, shape):
-  """RowMap as the tensor of a parameter: `value_up` has columns for rows."""
+  """Rows as the expected tensor; `value_up` is transposed."""
   if name.endswith("value_up"):
     heads, rank, size = shape
     return rows.reshape(heads, size, rank).swapaxes(1, 2)

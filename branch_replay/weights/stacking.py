@@ -24,9 +24,10 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.models import decoder
 
-# Path of a parameter -> name of its tensor; {} is the layer, the second one the
-# expert. Of a layer that is not of attention alone the path starts with its
-# kind. Names that no file has are made of those that it has in `hf_tensors`.
+# Path of a parameter -> name of its tensor, where the first {} is the layer and
+# the second the expert. Paths of parameters that attention layers do not have
+# start with the kind of their layers. Tensors whose names are in no file are made
+# by `hf_tensors`.
 HF_NAMES = {
     "embed/table": "model.embed_tokens.weight",
     "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
-# What else tells transformers about a tokenizer, this version or older ones.
+# Other files of a tokenizer, of this or older versions of transformers.
 _BESIDE = (
     _CONFIG, "chat_template.jinja", "chat_template.json", "added_tokens.json",
     "special_tokens_map.json",
 )
 _TEMPLATES = "additional_chat_templates"
-# Of tokenizer.json.
+# Settings of tokenizer.json that are switched off.
 _SETTINGS = ("truncation", "padding")
-# What tokenizer_config.json may hold of them.
+# The same settings in tokenizer_config.json.
 _LENGTHS = (
     "max_length", "stride", "truncation_strategy", "pad_to_multiple_of",
 )
@@ -111,8 +111,8 @@ def _loaded(directory, content, said):
   options = dict(local_files_only=True, trust_remote_code=False)
   plain = library().PreTrainedTokenizerFast
   if not said.get("tokenizer_class"):
-    # transformers would guess a class from the model, and some classes make
-    # anew what tokenizer.json holds.
+    # transformers would guess a class from the model, and some classes rebuild
+    # what tokenizer.json says.
     return plain.from_pretrained(str(directory), **options)
   tokenizer = library().AutoTokenizer.from_pretrained(str(directory), **options)
   if not isinstance(tokenizer, plain) or not _splits_otherwise(
@@ -131,12 +131,12 @@ def _splits_otherwise(tokenizer, of_file) -> bool:
 
   def plain(value):
     if isinstance(value, dict):
-      # Of offsets alone, which are not ids.
+      # trim_offsets changes offsets and no ids.
       return {k: plain(v) for k, v in value.items() if k != "trim_offsets"}
     return list(map(plain, value)) if isinstance(value, list) else value
 
   if '"ByteLevel"' not in json.dumps(of_file.get("pre_tokenizer")):
-    return False  # sentencepiece's spaces are a matter of the configuration
+    return False  # the configuration says how sentencepiece treats spaces
   made = json.loads(tokenizer.backend_tokenizer.to_str())
   return any(
       plain(made.get(part)) != plain(of_file.get(part))
@@ -271,7 +271,7 @@ def save(
   path = folder / _CONFIG
   fields = _json(path)
   if fields.get("tokenizer_class") == "TokenizersBackend":
-    # A name that version 4 knows as well.
+    # Version 4 knows this name too.
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
   return tokenizer.pad_token_id

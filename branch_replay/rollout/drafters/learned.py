@@ -153,7 +153,7 @@ class Learned:
         jnp.stack(drafts, axis=1) if drafts
         else jnp.zeros((view.ids_N.size, 0), jnp.int32)
     )
-    # Items made of predictions are stale: `observe` writes over all of them.
+    # `observe` overwrites the cached items that were made of predictions.
     return draft_Nk, memory._replace(cache=cache)
 
   def observe(

@@ -49,7 +49,7 @@ class NGram:
     matched_NC = jnp.ones((suffix_NB.shape[0], text_C.size), bool)
     lengths_NC = jnp.zeros(matched_NC.shape, jnp.int32)
     for back in range(self.longest):
-      # What wraps around falls on the padding in front, which is not followed.
+      # Places that wrap around are padding, which `follows_C` excludes.
       same_NC = jnp.roll(text_C, back)[None] == suffix_NB[:, back, None]
       matched_NC &= same_NC
       lengths_NC += matched_NC

@@ -82,7 +82,7 @@ def of_answers(
   )
 
 
-# Not under `jit`, its scans would be compiled anew by every call.
+# Outside of `jit` every call would compile its scans anew.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _hidden(model, schedule, params, group, state, version):
   return prefix_replay.replay(

@@ -49,7 +49,7 @@ from branch_replay.training.drafting import watch as watch_lib
 
 Kind = Literal["ngram", "learned"]
 DECISIONS = "decisions.jsonl"
-_ITEMS = ("default",)  # that orbax makes of a saved version
+_ITEMS = ("default",)  # what orbax calls the content of a version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,6 @@ class Speculator:
     """Whether `study` reads the states of its batch."""
     return self._studies is not None
 
-  # Sampling.
-
   @property
   def drafter(self) -> drafter_lib.Drafter | None:
     """The drafter of now; None before a learned one is trained."""
@@ -175,8 +173,6 @@ class Speculator:
         int(np.asarray(getattr(rollout, name)).sum())
         for name in ("lengths", "rounds", "drafted", "accepted")
     ])
-
-  # Between sampling and learning.
 
   def study(
       self, params, batch: Sequence[experience_lib.Experience], *, version: int
@@ -260,8 +256,6 @@ class Speculator:
     self._trained = self._trainer.create(drafter)
     self._vocabulary = drafter.vocabulary
 
-  # Files.
-
   @contextlib.contextmanager
   def at(self, directory: pathlib.Path, params):
     """Keeps log and drafter in a folder while the context is open.
@@ -277,7 +271,7 @@ class Speculator:
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
       json_lines.mend(directory / DECISIONS)
-      # A line at a time: sampling may end at any.
+      # Line by line, because the process may be killed at any time.
       self._log = stack.enter_context(
           (directory / DECISIONS).open("a", buffering=1)
       )
@@ -295,7 +289,7 @@ class Speculator:
           try:
             self._restore(version, params)
             break
-          except Exception as error:  # of many kinds, by what is damaged
+          except Exception as error:  # of any kind, depending on the damage
             step_folders.set_aside(
                 versions, version, f"it is no drafter of this run ({error})"
             )
