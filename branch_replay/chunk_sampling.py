@@ -22,7 +22,11 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.layout import Layout
 
-ChunkLaw = Literal["importance", "uniform", "top"]
+ChunkLaw = Literal["importance", "top"]
+
+# Least probability of a chunk under "importance", or the budget's share where
+# that is less: it bounds the weight 1/q.
+_FLOOR = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +36,20 @@ class Sampling:
   Attributes:
     chunks: expected number of chunks that run. Chunks whose probability is 1
       always run, and count.
-    law: "importance", qᵢ ∝ ‖cᵢ‖ capped at 1, unbiased; "uniform", the same q
-      for all, unbiased; "top", the chunks of the largest ‖cᵢ‖ unscaled, which
-      is deterministic and biased.
-    floor: least probability of a chunk under "importance", or the budget's
-      share where that is less: it bounds the weight 1/q.
-    recurrent: allow models with recurrent layers. Their chunks pass what they
-      receive on, so weights multiply from chunk to chunk, and the estimate is
-      unbiased but of a variance that grows with the number of chunks.
+    law: "importance", qᵢ ∝ ‖cᵢ‖ capped at 1, which is unbiased; "top", the
+      chunks of the largest ‖cᵢ‖ unscaled, which is deterministic and biased.
   """
 
   chunks: float = 4.0
   law: ChunkLaw = "importance"
-  floor: float = 0.05
-  recurrent: bool = False
 
   def __post_init__(self):
     checks.number(self.chunks, "Sampling.chunks", above=0)
-    checks.flag(self.recurrent, "Sampling.recurrent")
     if self.law not in get_args(ChunkLaw):
       raise ValueError(
           f"Unknown law {self.law!r}: use one of "
           f"{', '.join(get_args(ChunkLaw))}."
       )
-    checks.number(self.floor, "Sampling.floor", above=0, most=1)
 
 
 class PrefixPass(NamedTuple):
@@ -125,8 +119,6 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
   """
   count = jnp.maximum(jnp.sum(waiting_N), 1)
   even = jnp.clip(budget / count, 0, 1)
-  if sampling.law == "uniform":
-    return jnp.where(waiting_N, even, 0)
   if sampling.law == "top":
     # How many waiting chunks are larger; of equals the later counts as larger,
     # since it is popped first.
@@ -137,7 +129,7 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
     rank_N = jnp.sum(larger & waiting_N[None], axis=1)
     return jnp.where(waiting_N & (rank_N < budget), 1.0, 0.0)
 
-  floor = jnp.minimum(sampling.floor, jnp.maximum(even, 1e-6))
+  floor = jnp.minimum(_FLOOR, jnp.maximum(even, 1e-6))
   weight_N = jnp.where(waiting_N, size_N, 0)
   weight_N = weight_N / jnp.maximum(jnp.max(weight_N), 1e-30)
 

@@ -63,13 +63,10 @@ class Task:
     schedule_lib.check(self.schedule)
     schedule_lib.check_mode(self.prefix_gradient)
     checks.instance(self.sampling, "sampling", chunk_sampling.Sampling)
-    if self.prefix_gradient == "sampled" and (
-        self.config.recurrent and not self.sampling.recurrent
-    ):
+    if self.prefix_gradient == "sampled" and self.config.recurrent:
       raise ValueError(
-          "prefix_gradient='sampled' through recurrent layers multiplies the "
-          "weights of chunks: use 'exact', or Sampling(recurrent=True) to have "
-          "it all the same."
+          "prefix_gradient='sampled' through recurrent layers would multiply "
+          "the weights of chunks: use 'exact'."
       )
     adapters.check_trainable(self.trainable, self.config)
     balance_lib.check(self.balance, self.config)

@@ -80,7 +80,7 @@ def get_config() -> ml_collections.ConfigDict:
           "every": 20,
       },
       "prefix_gradient": "exact",
-      "sampled": {"chunks": 4.0, "law": "importance", "floor": 0.05},
+      "sampled": {"chunks": 4.0, "law": "importance"},
       "schedule": {"chunk_size": 1024},
       "checkpoint_every": 10,
       "most_skipped": 5,  # updates in a row that are not finite, then it stops

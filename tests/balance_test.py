@@ -258,7 +258,7 @@ def test_a_tree_has_the_gradient_of_the_dense_term(x64):
   more, load = with_term(*arguments)
   wanted = added(tree_test.dense_gradient(*arguments), more)
   schedule = br.Schedule(chunk_size=8, activations="recompute")
-  sampling = br.Sampling(chunks=99, law="uniform")  # all, by another step
+  sampling = br.Sampling(chunks=99)  # all, by another step
   for mode, devices in (
       ("exact", 1), ("exact", 2), ("full", 1), ("sampled", 1)
   ):

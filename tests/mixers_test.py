@@ -216,7 +216,7 @@ def mean_over_draws(name, group, weights, schedule, chunks):
   decoder, params, *_ = problem(name)
   task = prefix_replay.make_task(
       decoder, group, br.LogProbs(), "sampled", schedule,
-      br.Sampling(chunks=1.5, recurrent=True),
+      br.Sampling(chunks=1.5),
   )
   state = br.capture(decoder, params, group, schedule=schedule)
 
@@ -246,7 +246,7 @@ def mean_over_draws(name, group, weights, schedule, chunks):
   return mean, first
 
 
-@pytest.mark.parametrize("name", ("hybrid", "mistral"))
+@pytest.mark.parametrize("name", ("mistral",))
 def test_the_sampled_gradient_is_unbiased(x64, name):
   """Over the 2³ draws of three chunks, longer and shorter than the window."""
   decoder, params, group, weights = problem(name)
@@ -258,9 +258,9 @@ def test_the_sampled_gradient_is_unbiased(x64, name):
   assert np.asarray(first.size)[1:3].min() > 0
 
 
-def test_sampling_through_recurrent_layers_must_be_asked_for():
+def test_sampling_through_recurrent_layers_is_refused():
   decoder = br.Decoder(tiny.ARCHITECTURES["hybrid"])
-  with pytest.raises(ValueError, match=r"Sampling\(recurrent=True\)"):
+  with pytest.raises(ValueError, match="recurrent layers"):
     prefix_replay.make_task(
         decoder, tiny.group(), br.LogProbs(), "sampled", br.Schedule()
     )

@@ -26,8 +26,8 @@ from branch_replay.models import decoder
 
 # Path of a parameter -> name of its tensor, where the first {} is the layer and
 # the second the expert. Paths of parameters that attention layers do not have
-# start with the kind of their layers. Tensors whose names are in no file are made
-# by `hf_tensors`.
+# start with the kind of their layers. `hf_tensors` makes tensors that no
+# file has under these names.
 HF_NAMES = {
     "embed/table": "model.embed_tokens.weight",
     "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",

@@ -343,11 +343,12 @@ def draw_run(d: Draw, problem: Problem, chunk: int) -> Run:
   ):
     schedule["attention"] = "splash"
   sampling = None
+  if mode == "sampled" and config.recurrent:
+    mode = "exact"
   if mode == "sampled":
-    law = d.one("importance", "uniform", "top")
+    law = d.one("importance", "top")
     whole = tree or driver != "one pass" or d.chance(0.3)
     sampling = br.Sampling(
         chunks=99.0 if whole else d.one(0.5, 1.0, 1.7, 2.5), law=law,
-        recurrent=config.recurrent, floor=d.one(0.05, 0.3),
     )
   return Run(driver, mode, devices, schedule, sampling)

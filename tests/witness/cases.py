@@ -92,6 +92,7 @@ ARCHITECTURES = {
     "one layer": dict(num_layers=1, num_heads=6, num_kv_heads=3),
 }
 MODES = ("exact", "sampled", "stop", "exact", "full", "exact", "sampled")
+LAWS = ("importance", "importance")
 KINDS = ("group", "tree", "stacked", "group", "tree", "blocks", "group")
 
 
@@ -163,9 +164,7 @@ def make(number: int, name: str) -> Case:
           activations=one("keep", "recompute", "recompute_layers"),
           branches_at_once=one(None, 1, 2), readout_tokens=one(5, 1024),
       ),
-      sampling=dict(
-          chunks=1.5, law=one("importance", "uniform"), recurrent=recurrent
-      ),
+      sampling=dict(chunks=1.5, law=LAWS[random.integers(2)]),
       temperature=one(1.0, 1.0, 0.8), balance=balance,
       trainable="adapters" if adapted else "all",
   )
