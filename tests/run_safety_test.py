@@ -20,6 +20,7 @@ import branch_replay as br
 from branch_replay.training import algorithms
 from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience
+from branch_replay.training import identity
 from branch_replay.training import json_lines
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import loop
@@ -244,6 +245,15 @@ def test_a_run_goes_on_from_the_newest_step_that_is_complete(
   with warnings.catch_warnings():
     warnings.simplefilter("error")  # all that is left is complete
     chex.assert_trees_all_equal(loop.train(run, params, tmp_path), straight)
+
+
+def test_classes_have_the_names_that_checkpoints_know_them_by(run):
+  """These may not change: a checkpoint with other names is refused."""
+  about = identity.of_run(run)
+  assert about["evaluation"]["type"] == "Evaluation"
+  assert about["phases"][0]["type"] == "Supervised"
+  assert about["phases"][0]["learner"]["algorithm"]["type"] == "Supervised"
+  assert "learning_rate" not in about["phases"][0]
 
 
 def test_a_checkpoint_without_a_description_is_not_taken_for_checked(
