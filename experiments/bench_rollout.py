@@ -119,7 +119,7 @@ def noise_seconds(config, vocab: int) -> float:
   """Median time of one round's noise without drafts, [G, 1, V]."""
   shape = config.branches, 1
   draw = jax.jit(
-      lambda key: law_lib.block_noise(
+      lambda key: law_lib.noise_of_rows(
           br.Law(), key, jnp.arange(shape[0]), jnp.zeros(shape, jnp.int32),
           vocab, jnp.float32,
       )

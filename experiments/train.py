@@ -65,12 +65,12 @@ class Problem:
   """A run that is ready to start.
 
   Attributes:
-    run: see `loop.Run`.
+    run: see `loop.TrainingRun`.
     params: before its first step.
     pretrained: what the model was made from; its tokenizer and stop ids.
   """
 
-  run: loop.Run
+  run: loop.TrainingRun
   params: dict
   pretrained: pretrained_lib.Pretrained
 
@@ -94,7 +94,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
   if config.devices > 1:
     layout = sharding.sharded(pretrained.params, config.devices)
   schedule = br.Schedule(layout=layout, **config.schedule)
-  run = loop.Run(
+  run = loop.TrainingRun(
       pretrained.model,
       tuple(
           phase_of(config, name, pretrained.model, text, schedule)
@@ -212,10 +212,10 @@ def task_of(config, text, changes: dict) -> tasks.Task:
   )
 
 
-def evaluation_of(config, text) -> loop.Evaluation:
+def evaluation_of(config, text) -> loop.HeldOutEvaluation:
   """How held-out reward is measured."""
   of = config.evaluation
-  return loop.Evaluation(
+  return loop.HeldOutEvaluation(
       task_of(config, text, {}),
       experience.Rollouts(
           of.branches, of.max_tokens, br.Law(of.temperature), hold="nothing"
@@ -231,7 +231,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
   updates = of.steps
   if of.kind == "reinforce":
     updates *= of.epochs * of.updates
-  rate = optimizers.schedule(
+  rate = optimizers.learning_rates(
       of.optimizer.learning_rate, updates=updates, warmup=of.optimizer.warmup,
       decay=of.optimizer.decay,
   )
@@ -251,8 +251,8 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
 
   if of.kind == "supervised":
     return phases_lib.Supervised(
-        name, task, learner(algorithms.Supervised()), of.steps, of.prompts,
-        of.max_tokens, config.seed, rate,
+        name, task, learner(algorithms.MaximumLikelihood()), of.steps,
+        of.prompts, of.max_tokens, config.seed, rate,
     )
   rollouts = experience.Rollouts(
       of.branches, of.max_tokens, br.Law(of.temperature), of.hold,

@@ -151,7 +151,7 @@ def test_every_third_key_of_a_segment_as_lower_triangles(offset):
   assert np.isneginf(found[..., :offset]).all()
   np.testing.assert_allclose(found, right, atol=1e-6)
   np.testing.assert_allclose(out, right_out, atol=1e-6)
-  arguments = d_out, q, k, v, lse, delta, stripe
+  arguments = loops.QueryRows(d_out, q, lse, delta), k, v, stripe
   for got, wanted in zip(
       stretches.segment_backward(SPLASH, *arguments),
       loops.segment_backward(*arguments), strict=True,

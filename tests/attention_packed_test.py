@@ -53,7 +53,7 @@ def test_samples_see_themselves_and_the_prefix(x64, capacity, length):
 
   def packed(qkv):
     return attention_packed.attend(
-        *qkv, jnp.asarray(SEGMENTS), prefix, 1, length
+        *qkv, jnp.asarray(SEGMENTS), prefix, layer=1, prefix_length=length
     )
 
   def separate(qkv):

@@ -50,7 +50,7 @@ class TestReplayAttention(suite.AttentionSuite):
     rows = shape.branches * shape.repeats * shape.tokens
     assert tiling.even(rows, SMALL["FORWARD_ROWS"]).count > 2
     assert tiling.even(rows, SMALL["BACKWARD_ROWS"]).padded > rows
-    column = tiling.Columns(shape.positions, SMALL["FORWARD_COLUMNS"])
+    column = tiling.PrefixTiles(shape.positions, SMALL["FORWARD_COLUMNS"])
     assert column.count(shape.positions) == 5
     assert column.size * 5 > shape.positions  # the last one is moved back
     grid = tiling.causal(shape.tokens, shape.repeats, 16, 8)

@@ -103,7 +103,8 @@ def outputs_of_decoding():
 def outputs_of_packed_attention():
   (q, k, v, prefix, _), _, _, right, _ = attended()
   found = jax.jit(lambda q, k, v, prefix: attention_packed.attend(
-      q, k, v, jnp.zeros((2, OWN), jnp.int32), prefix, 0, PREFIX
+      q, k, v, jnp.zeros((2, OWN), jnp.int32), prefix, layer=0,
+      prefix_length=PREFIX,
   ))(q, k, v, prefix)
   return bf.relative(found, right), 1.1 * bf.HALF  # returned in bfloat16
 
@@ -230,7 +231,7 @@ def delta_found(name):
     )
   if name == "reference":
     return jax.jit(lambda *x: gated_delta_reference.mix(*x, key_dim=key_dim))(
-        channels, rates, *params, matrix, last
+        params, channels, rates, matrix, last
     )
 
   def token(carry, inputs):

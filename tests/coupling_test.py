@@ -64,7 +64,7 @@ def two_tokens(law, key):
   """
   rows_N = jnp.arange(ROWS)
   places_NT = jnp.broadcast_to(jnp.arange(2)[None], (ROWS, 2))
-  noise_NTV = law_lib.block_noise(law, key, rows_N, places_NT, 4, jnp.float32)
+  noise_NTV = law_lib.noise_of_rows(law, key, rows_N, places_NT, 4, jnp.float32)
   wide = functools.partial(jnp.broadcast_to, shape=(ROWS, 4))
   draft_N = draw(law, wide(Q[None]), noise_NTV[:, 0])
   after_draft_NV = jnp.asarray(NEXT)[draft_N]

@@ -14,10 +14,10 @@ class Blind:
   def init(self, model, inputs, branches, room):
     return ()
 
-  def observe(self, task, memory, view, outcome):
+  def observe(self, settings, memory, view, outcome):
     return memory
 
-  def keep(self, memory, index):
+  def select(self, memory, index):
     return memory
 
 
@@ -28,8 +28,8 @@ class Random(Blind):
 
   ids: int = 64
 
-  def propose(self, task, memory, view):
-    shape = view.ids_N.size, task.draft_length
+  def propose(self, settings, memory, view):
+    shape = view.ids_N.size, settings.draft_length
     key = jax.random.fold_in(jax.random.key(9), jnp.sum(view.lengths_N))
     return jax.random.randint(key, shape, 0, self.ids, jnp.int32), memory
 
@@ -41,8 +41,8 @@ class Constant(Blind):
 
   id: int = 1
 
-  def propose(self, task, memory, view):
-    shape = view.ids_N.size, task.draft_length
+  def propose(self, settings, memory, view):
+    shape = view.ids_N.size, settings.draft_length
     return jnp.full(shape, self.id, jnp.int32), memory
 
 
@@ -54,8 +54,8 @@ class Oracle(Blind):
   tokens_GT: jax.Array
   right_G: jax.Array
 
-  def propose(self, task, memory, view):
-    place_k = jnp.arange(task.draft_length)
+  def propose(self, settings, memory, view):
+    place_k = jnp.arange(settings.draft_length)
     at_Nk = view.lengths_N[:, None] + place_k[None]
     true_Nk = jnp.take_along_axis(
         self.tokens_GT[view.ids_N], at_Nk, axis=1, mode="fill", fill_value=0

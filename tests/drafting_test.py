@@ -238,7 +238,7 @@ def speculator(model, kind, **changes):
   )
 
 
-def run_of(model, kind=None, steps=4, **changes) -> loop.Run:
+def run_of(model, kind=None, steps=4, **changes) -> loop.TrainingRun:
   """A run of reinforcement alone."""
   made = None if kind is None else speculator(model, kind, **changes)
   whole = training_test.run_of(model, steps=steps, speculator=made)

@@ -21,7 +21,7 @@ from branch_replay.mixers import kinds
 from branch_replay.weights import hf
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
-from branch_replay.weights import layout
+from branch_replay.weights import stacking
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FAMILIES = ("gemma3", "qwen3_5", "qwen3_next", "deepseek_v3", "deepseek_v2")
@@ -66,7 +66,7 @@ def of_file(name, gradient):
   config, options = loaded(name).config, mapping(name)
   return hf_tensors.to_file(
       hf_tensors.tensors(config, options),
-      layout.unstack(config, layout.HF_NAMES, gradient),
+      stacking.unstack(config, stacking.HF_NAMES, gradient),
   )
 
 
@@ -182,7 +182,7 @@ def test_what_is_permuted_comes_back_as_it_was():
     config, options = loaded(name).config, mapping(name)
     stored = hf_tensors.tensors(config, options)
     own = dict(
-        layout.unstack(config, layout.HF_NAMES, loaded(name).params)
+        stacking.unstack(config, stacking.HF_NAMES, loaded(name).params)
     )
     shapes = {key: value.shape for key, value in own.items()}
     in_file = hf_tensors.to_file(stored, own.items())
@@ -228,7 +228,7 @@ def test_scales_of_norms_are_loaded_as_they_are_stored():
 def test_rows_of_fused_projections_by_hand():
   # Two heads of two: query, gate, query, gate.
   assert hf_tensors._by_head(2, (2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-  rows = hf_tensors.Rows(
+  rows = hf_tensors.RowMap(
       ("fused",), ("query", "gate"), (1,), hf_tensors._by_head(2, (2, 2))
   )
   fused = np.arange(8.0)[:, None]

@@ -39,8 +39,8 @@ def by_blocks(*arguments, **options):
   return gated_delta.mix(*arguments, key_dim=KEY, **options)
 
 
-def by_tokens(params, channels, rates, matrix, last):
-  return reference.mix(channels, rates, *params, matrix, last, key_dim=KEY)
+def by_tokens(*arguments):
+  return reference.mix(*arguments, key_dim=KEY)
 
 
 def close(actual, expected, tolerance=1e-12):
@@ -77,7 +77,7 @@ def test_blocks_equal_the_recurrence_and_so_do_all_gradients(
 
 def test_one_head_by_hand(x64):
   """Two tokens that write 1 and overwrite it by 3 at the same key."""
-  inputs = gated_delta._Inputs(
+  inputs = gated_delta._DeltaInputs(
       q_GTKD=jnp.ones((1, 2, 1, 1)), k_GTKD=jnp.ones((1, 2, 1, 1)),
       v_GTKRE=jnp.asarray([1.0, 3.0]).reshape(1, 2, 1, 1, 1),
       log_decay_GTKR=jnp.log(jnp.asarray([1.0, 0.5])).reshape(1, 2, 1, 1),

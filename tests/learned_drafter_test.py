@@ -18,8 +18,8 @@ from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import Learned
 from branch_replay.rollout.drafters import learned_loss
 from branch_replay.rollout.drafters import vocabulary
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from tests import drafters
 from tests import sample_test
 from tests import speculative_test
@@ -68,13 +68,14 @@ def test_no_temporary_of_a_round_grows_with_the_prompt():
 
   def temporaries(positions):
     state = state_lib.empty(tiny.BASE, positions)
-    inputs = Inputs(
+    inputs = RolloutInputs(
         params, state, jnp.int32(1), jax.random.key(0),
         jnp.zeros(0, jnp.int32), jnp.int32(8),
     )
     answers, rows = loop.start(decoder, inputs, made, 2, 8)
     compiled = loop.rounds.lower(
-        Task(decoder, br.Law(), 2), inputs, made, answers, rows, np.int32(0)
+        RoundSettings(decoder, br.Law(), 2), inputs, made, answers, rows,
+        np.int32(0),
     ).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -148,9 +149,9 @@ class Told:
   def init(self, *args):
     return self.learned.init(*args)
 
-  def propose(self, task, memory, view):
-    _, memory = self.learned.propose(task, memory, view)
-    return self.oracle.propose(task, (), view)[0], memory
+  def propose(self, settings, memory, view):
+    _, memory = self.learned.propose(settings, memory, view)
+    return self.oracle.propose(settings, (), view)[0], memory
 
   def observe(self, *args):
     return self.learned.observe(*args)
@@ -161,7 +162,7 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   decoder, params = tiny.model(CONFIG)
   made = Told(drafter(), speculative_test.oracle((0, 2, 3, 1, 3, 0)))
   state = br.capture(decoder, params, PROMPT)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       params, state, jnp.int32(PROMPT[-1]), jax.random.key(6),
       jnp.zeros(0, jnp.int32), jnp.int32(20),
   )
@@ -169,7 +170,7 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   advance = jax.jit(round_lib.advance, static_argnums=0)
   for _ in range(3):
     answers, rows = advance(
-        Task(decoder, br.Law(), 3), inputs, made, answers, rows
+        RoundSettings(decoder, br.Law(), 3), inputs, made, answers, rows
     )
   assert answers.lengths.tolist()[:2] == [3, 9]
   lengths = np.asarray(answers.lengths)
@@ -180,8 +181,9 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
       prefix_gradient="stop",
   )[:, :20]
   predict = jax.jit(lambda *arrays: learned_loss.predict(
-      made.learned.params, decoder, params, *arrays,
-      jnp.ones((6, 20), jnp.int32), state=state,
+      made.learned.params, decoder, params, learned_loss.PackedAnswers(
+          *arrays, jnp.ones((6, 20), jnp.int32)
+      ), state=state,
   ))
   row, tokens_GT = np.arange(6), answers.tokens
   predicted_GM = predict(hidden_GTM, tokens_GT)[row, lengths - 1]
@@ -192,10 +194,10 @@ def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   # What it would draft next: the same pass, with predictions in place of what
   # is not known yet.
   view = round_lib.look(
-      Task(decoder, br.Law(), 3), inputs, answers, rows.ids_N
+      RoundSettings(decoder, br.Law(), 3), inputs, answers, rows.ids_N
   )
   draft_Nk, _ = jax.jit(made.learned.propose, static_argnums=0)(
-      Task(decoder, br.Law(), 3), rows.memory, view
+      RoundSettings(decoder, br.Law(), 3), rows.memory, view
   )
   table_UM = params["head"]["table"][::2]
   for place in range(3):
@@ -231,7 +233,8 @@ def batch(places, shape):
 @functools.partial(jax.jit, static_argnames="model")
 def scores(drafter_params, vocabulary_U, model, params, *arrays, **options):
   return learned_loss.losses(
-      drafter_params, vocabulary_U, model, params, *arrays, **options
+      drafter_params, vocabulary_U, model, params,
+      learned_loss.PackedAnswers(*arrays), **options
   )
 
 
@@ -262,7 +265,8 @@ def test_packed_answers_score_as_answers_alone(x64):
   @jax.jit
   def gradient(drafter_params, arrays):
     return jax.grad(lambda p: jnp.sum(learned_loss.losses(
-        p, made.vocabulary, decoder, params, *arrays, state=state
+        p, made.vocabulary, decoder, params,
+        learned_loss.PackedAnswers(*arrays), state=state
     )[0]))(drafter_params)
 
   grads, wanted = (gradient(made.params, x) for x in (packed, alone))
@@ -322,7 +326,8 @@ def test_the_loss_is_a_divergence_of_laws_and_a_regression(x64):
       made, hidden, tokens, ones, temperature=0.7, regression=0.3
   )
   predicted_M = learned_loss.predict(
-      made.params, decoder, params, jnp.asarray(hidden), tokens, ones
+      made.params, decoder, params,
+      learned_loss.PackedAnswers(jnp.asarray(hidden), tokens, ones),
   )[0, 0]
   table_UM, target_M = params["head"]["table"][::2], hidden[0, 1]
   mine_U = jax.nn.softmax(table_UM @ predicted_M / 0.7)
@@ -352,7 +357,7 @@ def test_a_drafter_that_is_always_right_has_nothing_to_learn(x64):
   def loss(kernel):
     losses_NT, weights_NT = learned_loss.losses(
         made.params | {"pair": {"kernel": kernel}}, made.vocabulary, decoder,
-        params, hidden_GTM, group.tails, ones,
+        params, learned_loss.PackedAnswers(hidden_GTM, group.tails, ones),
     )
     assert weights_NT.sum() == 3
     return jnp.sum(losses_NT)
@@ -371,8 +376,9 @@ def test_nothing_it_learns_reaches_the_model(x64):
   def gradient(constants):
     params, hidden_NTM, mixer = constants
     losses_NT, _ = learned_loss.losses(
-        made.params, made.vocabulary, decoder, params, hidden_NTM, tokens,
-        segments, state=dataclasses.replace(state, mixer=mixer),
+        made.params, made.vocabulary, decoder, params,
+        learned_loss.PackedAnswers(hidden_NTM, tokens, segments),
+        state=dataclasses.replace(state, mixer=mixer),
     )
     return jnp.sum(losses_NT)
 

@@ -11,8 +11,8 @@ from branch_replay import state as state_lib
 from branch_replay.rollout import result
 from branch_replay.rollout.drafters import NGram
 from branch_replay.rollout.drafters.drafter import View
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 
 
 def propose(prompt, tails, ids, *, longest=4, length=3, room=12, capacity=16):
@@ -32,10 +32,10 @@ def propose(prompt, tails, ids, *, longest=4, length=3, room=12, capacity=16):
       lengths=jnp.asarray([len(tail) for tail in tails], jnp.int32),
   ))
   ids_N = jnp.asarray(ids, jnp.int32)
-  inputs = Inputs(None, state, jnp.int32(prompt[-1]), None, None, None)
+  inputs = RolloutInputs(None, state, jnp.int32(prompt[-1]), None, None, None)
   view = View(inputs, answers, ids_N, answers.lengths[ids_N], None, None)
   draft_Nk, _ = NGram(longest).propose(
-      Task(None, br.Law(), length), (), view
+      RoundSettings(None, br.Law(), length), (), view
   )
   assert draft_Nk.shape == (len(ids), length)
   return draft_Nk.tolist()

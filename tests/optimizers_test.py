@@ -23,15 +23,15 @@ def rising(update: int) -> float:
     ("linear", lambda share: 1 - 0.9 * share),
     ("cosine", lambda share: 0.1 + 0.9 * (1 + math.cos(math.pi * share)) / 2),
 ])
-def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
+def test_learning_rates_rise_along_a_line_and_fall_by_their_formula(
     decay, falling
 ):
-  rate = optimizers.schedule(2e-3, updates=12, warmup=4, decay=decay)
+  rate = optimizers.learning_rates(2e-3, updates=12, warmup=4, decay=decay)
   for update in range(15):
     share = min(1, max(0, update - 4) / 8)  # a tenth from update 12 on
     wanted = 2e-3 * (rising(update) if update < 4 else falling(share))
     assert float(rate(update)) == pytest.approx(wanted, rel=1e-5), update
-  at_once = optimizers.schedule(2e-3, updates=8, decay=decay)
+  at_once = optimizers.learning_rates(2e-3, updates=8, decay=decay)
   for update in range(9):
     wanted = 2e-3 * falling(update / 8)
     assert float(at_once(update)) == pytest.approx(wanted, rel=1e-5), update
@@ -44,10 +44,10 @@ def test_a_schedule_rises_along_a_line_and_falls_by_its_formula(
     (dict(warmup=-1), "warmup"),
     (dict(decay="exponential"), "decay"),
 ])
-def test_schedules_that_are_none_are_refused(wrong, message):
+def test_learning_rates_that_are_none_are_refused(wrong, message):
   settings = dict(learning_rate=1e-3, updates=10) | wrong
   with pytest.raises(ValueError, match=message):
-    optimizers.schedule(settings.pop("learning_rate"), **settings)
+    optimizers.learning_rates(settings.pop("learning_rate"), **settings)
 
 
 def problem():

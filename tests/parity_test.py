@@ -24,7 +24,7 @@ from branch_replay.ops import rope
 from branch_replay.weights import gguf
 from branch_replay.weights import hf
 from branch_replay.weights import hf_config
-from branch_replay.weights import layout
+from branch_replay.weights import stacking
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens"
 MODELS = (
@@ -66,7 +66,7 @@ def logits_and_gradients(pretrained, tokens_T):
   gradient, logits_TV = jax.jit(
       jax.grad(mean_log_likelihood, has_aux=True)
   )(pretrained.params)
-  named = layout.unstack(pretrained.config, layout.HF_NAMES, gradient)
+  named = stacking.unstack(pretrained.config, stacking.HF_NAMES, gradient)
   return np.asarray(logits_TV), dict(named)
 
 

@@ -121,7 +121,7 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
       ),
       experience.Rollouts(BRANCHES, MOST), steps=2, prompts=2, epochs=2,
       updates=2, capture_every=1, most_prompts=3, seed=SEED,
-      schedule=lambda update: jnp.asarray(RATES)[update],
+      learning_rate=lambda update: jnp.asarray(RATES)[update],
   )
   seen, collect = [], experience.collect
 
@@ -225,9 +225,9 @@ def test_two_supervised_steps_are_those_replayed_by_hand(x64):
   model, params, _ = by_hand.model_in_float64()
   phase = phases.Supervised(
       "warmup", TASK,
-      learner_lib.Learner(model, algorithms.Supervised(), optimizer()),
+      learner_lib.Learner(model, algorithms.MaximumLikelihood(), optimizer()),
       steps=2, prompts=3, max_tokens=6, seed=SEED,
-      schedule=lambda update: jnp.asarray(RATES)[update],
+      learning_rate=lambda update: jnp.asarray(RATES)[update],
   )
   train_state, hand = start(params)
   position = 0
@@ -329,19 +329,23 @@ def test_a_run_has_the_keys_and_places_of_its_steps(
     if len(calls) == stopped:
       signal.raise_signal(signal.SIGTERM)
     train_state = train_state._replace(step=train_state.step + 1)
-    return phases.Outcome(train_state, position + self.prompts, {"loss": 0.0})
+    return phases.StepOutcome(
+        train_state, position + self.prompts, {"loss": 0.0}
+    )
 
   monkeypatch.setattr(phases.Supervised, "step", step)
   monkeypatch.setattr(phases, "evaluate", lambda *_, **__: 0.5)
-  learner = learner_lib.Learner(model, algorithms.Supervised(), optimizer())
-  run = loop.Run(
+  learner = learner_lib.Learner(
+      model, algorithms.MaximumLikelihood(), optimizer()
+  )
+  run = loop.TrainingRun(
       model, tuple(
           phases.Supervised(
               name, TASK, learner, steps=2, prompts=prompts, max_tokens=6,
-              seed=SEED, schedule=lambda _: 1e-3,
+              seed=SEED, learning_rate=lambda _: 1e-3,
           ) for name, prompts in (("first", 2), ("second", 3))
       ),
-      loop.Evaluation(
+      loop.HeldOutEvaluation(
           TASK, experience.Rollouts(2, 3), "validation", 2, every=3
       ),
       seed=6, checkpoint_every=9,

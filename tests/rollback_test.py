@@ -11,12 +11,12 @@ import pytest
 
 import branch_replay as br
 from branch_replay import state as state_lib
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import NGram
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from tests import drafters
 from tests import tiny
 
@@ -61,7 +61,7 @@ def check_near(found, wanted):
 
 @pytest.fixture(scope="module")
 def blocks():
-  """A block of 5 inputs of 6 rows after 3 others, and a jitted block.run."""
+  """A block of 5 inputs of 6 rows after 3 others, and a jitted decode.run."""
   with jax.enable_x64(True):
     decoder, params = tiny.model(CONFIG)
     state = br.capture(decoder, params, PROMPT)
@@ -69,8 +69,8 @@ def blocks():
     tokens_NT = jnp.asarray(
         np.random.default_rng(0).integers(0, 64, (BRANCHES, 8)), jnp.int32
     )
-    run_block = jax.jit(block.run, static_argnums=0)
-    settle = jax.jit(block.settle, static_argnums=0)
+    run_block = jax.jit(decode.run, static_argnums=0)
+    settle = jax.jit(decode.settle, static_argnums=0)
 
     def after(caches, start, tokens_NT, taken_N=None):
       starts_N = jnp.full(BRANCHES, start, jnp.int32)
@@ -137,7 +137,7 @@ def test_rounds_with_drafts_and_without_leave_the_state_of_plain_decoding(x64):
   wanted = plain(stop_ids=())
   decoder, params = tiny.model(CONFIG)
   state = br.capture(decoder, params, PROMPT)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       params, state, jnp.int32(PROMPT[-1]), jax.random.key(6),
       jnp.zeros(0, jnp.int32), jnp.int32(TOKENS),
   )
@@ -146,7 +146,7 @@ def test_rounds_with_drafts_and_without_leave_the_state_of_plain_decoding(x64):
   past_GT = jnp.pad(
       wanted.tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PROMPT[-1]
   )
-  step = jax.jit(block.run, static_argnums=0)
+  step = jax.jit(decode.run, static_argnums=0)
   at, seen = rows.cache, []
   for place in range(TOKENS):
     starts_N = jnp.full(BRANCHES, place, jnp.int32)
@@ -158,7 +158,7 @@ def test_rounds_with_drafts_and_without_leave_the_state_of_plain_decoding(x64):
   lengths = np.zeros(BRANCHES, int)
   for drafts in (3, 0, 7, 1):
     answers, rows = advance(
-        Task(decoder, br.Law(), drafts), inputs, drafter, answers, rows
+        RoundSettings(decoder, br.Law(), drafts), inputs, drafter, answers, rows
     )
     lengths += np.minimum(right, drafts) + 1
     np.testing.assert_array_equal(answers.lengths, lengths)

@@ -10,8 +10,8 @@ import numpy as np
 
 import branch_replay as br
 from branch_replay.rollout import loop
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from tests import tiny
 
 CONFIG = tiny.in_float64(tiny.BASE)
@@ -77,16 +77,16 @@ def test_rows_go_on_in_the_smallest_bucket_that_holds_them():
 def test_a_row_is_the_row_of_a_batch_of_one(x64):
   decoder, params = tiny.model(CONFIG)
   state = br.capture(decoder, params, PROMPT)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       params, state, jnp.int32(PROMPT[-1]), jax.random.key(5),
       jnp.asarray(STOPS, jnp.int32), jnp.int32(TOKENS),
   )
-  task = Task(decoder, br.Law())
+  settings = RoundSettings(decoder, br.Law())
   for row in range(BRANCHES):
     answers, rows = loop.start(decoder, inputs, None, BRANCHES, TOKENS)
-    rows = loop.keep(None, rows, np.asarray([row], np.int32))
+    rows = loop.select_rows(None, rows, np.asarray([row], np.int32))
     answers, _, count = loop.rounds(
-        task, inputs, None, answers, rows, np.int32(0)
+        settings, inputs, None, answers, rows, np.int32(0)
     )
     wanted = rollout()
     np.testing.assert_array_equal(answers.tokens[row], wanted.tokens[row])

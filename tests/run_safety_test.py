@@ -20,6 +20,7 @@ import branch_replay as br
 from branch_replay.training import algorithms
 from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience
+from branch_replay.training import identity
 from branch_replay.training import json_lines
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import loop
@@ -39,25 +40,25 @@ def supervised(model, optimizer=ADAM, algorithm=None, **changes):
   settings = dict(
       name="warmup", task=training_test.task_of(),
       learner=learner_lib.Learner(
-          model, algorithm or algorithms.Supervised(), optimizer
+          model, algorithm or algorithms.MaximumLikelihood(), optimizer
       ),
-      steps=4, prompts=2, max_tokens=5, seed=0, schedule=lambda _: 3e-3,
+      steps=4, prompts=2, max_tokens=5, seed=0, learning_rate=lambda _: 3e-3,
   )
   return phases.Supervised(**settings | changes)
 
 
-def run_of(model, *made, **changes) -> loop.Run:
+def run_of(model, *made, **changes) -> loop.TrainingRun:
   settings = dict(
       model=model, phases=made or (supervised(model),),
-      evaluation=loop.Evaluation(
+      evaluation=loop.HeldOutEvaluation(
           training_test.task_of(), experience.Rollouts(1, 1), "validation", 1, 9
       ),
       seed=0, checkpoint_every=1,
   )
-  return loop.Run(**settings | changes)
+  return loop.TrainingRun(**settings | changes)
 
 
-def changed(run: loop.Run, **changes) -> loop.Run:
+def changed(run: loop.TrainingRun, **changes) -> loop.TrainingRun:
   """The run with fields of its only phase changed."""
   (phase,) = run.phases
   return dataclasses.replace(
@@ -246,6 +247,15 @@ def test_a_run_goes_on_from_the_newest_step_that_is_complete(
     chex.assert_trees_all_equal(loop.train(run, params, tmp_path), straight)
 
 
+def test_classes_have_the_names_that_checkpoints_know_them_by(run):
+  """These may not change: a checkpoint with other names is refused."""
+  about = identity.of_run(run)
+  assert about["evaluation"]["type"] == "Evaluation"
+  assert about["phases"][0]["type"] == "Supervised"
+  assert about["phases"][0]["learner"]["algorithm"]["type"] == "Supervised"
+  assert "learning_rate" not in about["phases"][0]
+
+
 def test_a_checkpoint_without_a_description_is_not_taken_for_checked(
     tmp_path, small, run, straight
 ):
@@ -368,14 +378,14 @@ def test_a_run_is_extended_as_if_it_had_been_longer(
 
 def test_a_rate_that_falls_until_the_end_is_not_extended(tmp_path, small, run):
   def falling(steps):
-    rate = optimizers.schedule(1e-3, updates=steps, decay="linear")
+    rate = optimizers.learning_rates(1e-3, updates=steps, decay="linear")
     model = run.model
     return run_of(
         model, supervised(model, optimizers.adamw(rate), steps=steps)
     )
 
   loop.train(falling(1), small[1], tmp_path)
-  with pytest.raises(ValueError, match="rate ends constant can be extended"):
+  with pytest.raises(ValueError, match="rate ends constant can be made"):
     loop.train(falling(3), small[1], tmp_path)
 
 
@@ -412,7 +422,7 @@ def test_a_run_that_is_terminated_ends_as_one_that_is_not(
 # What is not finite.
 
 
-class Poisoned(algorithms.Supervised):
+class Poisoned(algorithms.MaximumLikelihood):
   """Whose loss is infinite."""
 
   @staticmethod

@@ -376,7 +376,7 @@ def drawn_counts(law, logits_V, rows: int, seed: int):
   """How often each id is drawn by many rows at one position."""
   @jax.jit
   def draw(logits_NV):
-    noise_NTV = law_lib.block_noise(
+    noise_NTV = law_lib.noise_of_rows(
         law, jax.random.key(seed), jnp.arange(rows), jnp.full((rows, 1), 11),
         logits_NV.shape[1], logits_NV.dtype,
     )

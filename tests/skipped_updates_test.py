@@ -58,7 +58,7 @@ def phase(model, **changes):
   return phases.Reinforce(
       name="rl", task=TASK, learner=learner, rollouts=ROLLOUTS, steps=1,
       prompts=2, epochs=2, updates=2, capture_every=2, most_prompts=None,
-      seed=0, schedule=lambda _: 1e-2,
+      seed=0, learning_rate=lambda _: 1e-2,
   )
 
 

@@ -11,13 +11,13 @@ import pytest
 
 import branch_replay as br
 from branch_replay.mixers import places
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import Model
 from branch_replay.rollout.drafters import NGram
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from tests import drafters
 from tests import tiny
 
@@ -148,7 +148,7 @@ def test_rows_of_a_batch_are_rolled_back_each_by_its_own_length(x64):
   wanted = plain(stop_ids=())
   decoder, params = tiny.model(CONFIG)
   state = br.capture(decoder, params, PROMPT)
-  inputs = Inputs(
+  inputs = RolloutInputs(
       params, state, jnp.int32(PROMPT[-1]), jax.random.key(6),
       jnp.zeros(0, jnp.int32), jnp.int32(TOKENS),
   )
@@ -157,14 +157,14 @@ def test_rows_of_a_batch_are_rolled_back_each_by_its_own_length(x64):
   past_GT = jnp.pad(
       wanted.tokens[:, :-1], ((0, 0), (1, 0)), constant_values=PROMPT[-1]
   )
-  _, past, _ = jax.jit(block.run, static_argnums=0)(
+  _, past, _ = jax.jit(decode.run, static_argnums=0)(
       decoder, params, state, rows.cache, jnp.zeros(BRANCHES, jnp.int32),
       past_GT,
   )
   advance = jax.jit(round_lib.advance, static_argnums=0)
   for count in (1, 2, 3):
     answers, rows = advance(
-        Task(decoder, br.Law(), 4), inputs, drafter, answers, rows
+        RoundSettings(decoder, br.Law(), 4), inputs, drafter, answers, rows
     )
     lengths = count * (right + 1)
     np.testing.assert_array_equal(answers.lengths, lengths)
@@ -194,7 +194,7 @@ def test_inputs_past_the_room_of_a_cache_are_dropped():
   old = tuple(jnp.ones((2, 1, 2, 4, 3)) for _ in range(2))
   new_T = jnp.asarray([7.0, 8.0, 9.0])[None, None, :, None]
   new = tuple(jnp.broadcast_to(new_T, (1, 2, 3, 3)) for _ in range(2))
-  slots_NT = block.slots(jnp.asarray([3, 0]), 3)
+  slots_NT = decode.slots(jnp.asarray([3, 0]), 3)
   for cache in places.write_cache(old, 1, slots_NT, new):
     np.testing.assert_array_equal(cache[0], 1)
     np.testing.assert_array_equal(cache[1, 0, :, :, 0], [
@@ -227,7 +227,9 @@ def test_drafts_are_accepted_up_to_the_first_that_is_wrong():
     ([2, 6, 7], 1, 9, 1, "STOP"),
 ))
 def test_where_a_row_ends(tokens, held, length, emitted, finish):
-  inputs = Inputs(None, None, None, None, jnp.asarray([2, 3]), jnp.int32(10))
+  inputs = RolloutInputs(
+      None, None, None, None, jnp.asarray([2, 3]), jnp.int32(10)
+  )
   emitted_N, finish_N = round_lib.end(
       jnp.asarray([tokens]), jnp.asarray([held]), jnp.asarray([length]), inputs
   )

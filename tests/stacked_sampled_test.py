@@ -156,7 +156,7 @@ def test_stacked_groups_pull_back_the_chunks_that_their_own_keys_draw(
 def test_a_learner_draws_the_chunks_of_every_group_by_its_place(x64, evenly):
   model, params, _ = by_hand.model_in_float64()
   mine = learner_lib.Learner(
-      model, algorithms.Supervised(), optimizers.adamw(lambda _: 1e-3),
+      model, algorithms.MaximumLikelihood(), optimizers.adamw(lambda _: 1e-3),
       "sampled", SOME, CHUNKS,
   )
   groups, key = groups_of(model.config), jax.random.key(4)

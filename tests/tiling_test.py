@@ -24,7 +24,7 @@ def test_even_tiles_hold_the_axis_with_little_padding(at_most):
 @pytest.mark.parametrize("at_most", (1, 7, 8, 16, 64))
 @pytest.mark.parametrize("capacity", (1, 5, 8, 16, 37, 63, 64, 65, 100))
 def test_columns_show_every_real_position_once(capacity, at_most):
-  columns = tiling.Columns(capacity, at_most)
+  columns = tiling.PrefixTiles(capacity, at_most)
   assert 0 < columns.size <= min(at_most, capacity)
   positions = jnp.arange(capacity)[:, None]  # [P, D = 1]
   for length in sorted({0, 1, capacity // 2, capacity - 1, capacity}):
@@ -40,7 +40,7 @@ def test_columns_show_every_real_position_once(capacity, at_most):
 
 
 def test_columns_add_where_they_read():
-  columns = tiling.Columns(37, 8)
+  columns = tiling.PrefixTiles(37, 8)
   total = jnp.zeros((2, 3, 37, 1))
   for j in range(columns.count(37)):
     seen = columns.seen(j, 37)[0].astype(jnp.float32)[:, None]

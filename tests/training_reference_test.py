@@ -173,7 +173,7 @@ ALGORITHMS = {
         algorithms.Preference(preference.Ipo(0.5)),
         functools.partial(preferred, loss=ipo),
     ),
-    "supervised": (algorithms.Supervised(), supervised),
+    "supervised": (algorithms.MaximumLikelihood(), supervised),
 } | {
     f"reinforce, {name}": (
         algorithms.PolicyGradient(objectives.reinforce(), name),

@@ -69,22 +69,22 @@ def reinforce(model, algorithm=GRPO, mode="exact", task=None, **changes):
       name="rl", task=task or task_of(),
       learner=learner(model, algorithm, mode, **options), rollouts=ROLLOUTS,
       steps=3, prompts=2, epochs=1, updates=1, capture_every=1,
-      most_prompts=None, seed=0, schedule=lambda _: 3e-3,
+      most_prompts=None, seed=0, learning_rate=lambda _: 3e-3,
   )
   return phases.Reinforce(**settings | changes)
 
 
-def run_of(model, *, steps=3, algorithm=GRPO, **changes) -> loop.Run:
+def run_of(model, *, steps=3, algorithm=GRPO, **changes) -> loop.TrainingRun:
   task = task_of()
-  return loop.Run(
+  return loop.TrainingRun(
       model, (
           phases.Supervised(
-              "warmup", task, learner(model, algorithms.Supervised()), 2, 2, 5,
-              0, lambda _: 3e-3,
+              "warmup", task, learner(model, algorithms.MaximumLikelihood()), 2,
+              2, 5, 0, lambda _: 3e-3,
           ),
           reinforce(model, algorithm, steps=steps, task=task, **changes),
       ),
-      loop.Evaluation(task, ROLLOUTS, "validation", 2, 2), 0, 1,
+      loop.HeldOutEvaluation(task, ROLLOUTS, "validation", 2, 2), 0, 1,
   )
 
 
@@ -294,7 +294,7 @@ def test_a_value_head_appears_with_the_phase_that_reads_it(tmp_path, small):
   assert metrics.read(tmp_path / "straight")[-1]["value_error"] >= 0
 
 
-def killed_after(run: loop.Run, steps: int) -> loop.Run:
+def killed_after(run: loop.TrainingRun, steps: int) -> loop.TrainingRun:
   """The run, that raises in place of the step after so many."""
   left = [steps]
 

@@ -199,7 +199,7 @@ def test_settings_that_mean_nothing_are_refused():
   with pytest.raises(ValueError, match="truncated='drop'.*score, zero, leave"):
     experience.Rollouts(4, 5, truncated="drop")
   with pytest.raises(ValueError, match="held-out answers"):
-    loop.Evaluation(
+    loop.HeldOutEvaluation(
         asked(lambda *_: 0), experience.Rollouts(1, 1, truncated="leave_out"),
         "validation", 1, 1,
     )
@@ -210,7 +210,7 @@ def test_a_supervised_phase_needs_answers_and_names_the_row(small):
   with pytest.raises(ValueError, match="'row-0' has no answer_ids"):
     phases.Supervised(
         "warmup", task, training_test.learner(
-            small[0], algorithms.Supervised()
+            small[0], algorithms.MaximumLikelihood()
         ), 1, 1, 5, 0, lambda _: 1.0,
     )
   with pytest.raises(ValueError, match="'row-2' has no answer_ids"):
@@ -250,13 +250,13 @@ def test_a_run_that_learns_nothing_says_so(tmp_path, small, monkeypatch):
 
     def step(self, train_state, reference, position, key):
       scalars = {"dead_groups": 1.0, "truncated": 0.25}
-      return phases.Outcome(train_state, position + 1, scalars)
+      return phases.StepOutcome(train_state, position + 1, scalars)
 
   model, params = small
   phase = training_test.reinforce(model)
   fields = {x.name: getattr(phase, x.name) for x in dataclasses.fields(phase)}
-  run = loop.Run(
-      model, (Idle(**fields),), loop.Evaluation(
+  run = loop.TrainingRun(
+      model, (Idle(**fields),), loop.HeldOutEvaluation(
           phase.task, experience.Rollouts(2, 3), "validation", 1, 9
       ), 0, 9, warn_after=3,
   )

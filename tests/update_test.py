@@ -269,7 +269,9 @@ def poisoned(log_probs_GT, weights_G):
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was():
   model, params = tiny.model(SMALL)
   group = tiny.group(prompt=6, tails=(3, 2))
-  optimizer = optimizers.adamw(optimizers.schedule(1e-2, updates=9, warmup=5))
+  optimizer = optimizers.adamw(
+      optimizers.learning_rates(1e-2, updates=9, warmup=5)
+  )
   step = step_lib.make_step(model, poisoned, optimizer)
   train_state = step_lib.create(jax.tree.map(jnp.copy, params), optimizer)
   good, bad = jnp.array([1.0, -1.0]), jnp.array([1.0, jnp.nan])
@@ -358,7 +360,7 @@ def test_skipping_needs_no_second_copy_of_anything():
 ])
 def test_learning_rates_that_move_nothing_or_everything_are_errors(settings):
   with pytest.raises(ValueError, match="learning_rate must be finite and > 0"):
-    optimizers.schedule(updates=3, **settings)
+    optimizers.learning_rates(updates=3, **settings)
 
 
 @pytest.mark.parametrize("settings, message", [

@@ -18,7 +18,7 @@ from branch_replay.ops import rope
 from branch_replay.weights import chat
 from branch_replay.weights import gguf
 from branch_replay.weights import gguf_tokenizer
-from branch_replay.weights import layout
+from branch_replay.weights import stacking
 
 CONFIG = config_lib.ModelConfig(
     vocab_size=272, width=32, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -52,7 +52,7 @@ def random_tensors(config, seed=0):
   generator = np.random.default_rng(seed)
   return {
       name: generator.normal(size=slot.shape).astype(np.float32)
-      for name, slot in layout.slots(config, layout.GGUF_NAMES).items()
+      for name, slot in stacking.slots(config, stacking.GGUF_NAMES).items()
   }
 
 
@@ -129,7 +129,9 @@ def write(
 
 def loaded_tensors(pretrained):
   return dict(
-      layout.unstack(pretrained.config, layout.GGUF_NAMES, pretrained.params)
+      stacking.unstack(
+          pretrained.config, stacking.GGUF_NAMES, pretrained.params
+      )
   )
 
 

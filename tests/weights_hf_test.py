@@ -15,8 +15,8 @@ from safetensors import numpy as safetensors_numpy
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf
-from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import stacking
 
 CONFIG = config_lib.ModelConfig(
     vocab_size=24, width=32, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -379,9 +379,9 @@ def test_ids_of_the_files_without_a_tokenizer(tmp_path):
 def test_names_cover_every_parameter():
   both = dataclasses.replace(CONFIG, qk_norm=True, qkv_bias=True)
   paths = {
-      slot.path for slot in layout.slots(both, layout.GGUF_NAMES).values()
+      slot.path for slot in stacking.slots(both, stacking.GGUF_NAMES).values()
   }
-  assert paths == layout.GGUF_NAMES.keys()
+  assert paths == stacking.GGUF_NAMES.keys()
   every = dataclasses.replace(
       both, num_layers=4, layer_pattern=("delta", "latent", "sliding", "full"),
       window=4, delta=config_lib.GatedDelta(2, 4, 8, 12),
@@ -389,14 +389,14 @@ def test_names_cover_every_parameter():
       output_gate=True, post_norms=True,
   )
   names = {
-      *layout.slots(every, layout.HF_NAMES),
-      *layout.slots(MOE, layout.HF_NAMES),
+      *stacking.slots(every, stacking.HF_NAMES),
+      *stacking.slots(MOE, stacking.HF_NAMES),
   }
   templates = {
       re.sub(r"(layers|experts)\.\d", r"\1.{}", name) for name in names
   }
-  assert templates == set(layout.HF_NAMES.values())
+  assert templates == set(stacking.HF_NAMES.values())
   with pytest.raises(ValueError, match="output_gate.* has no place in files"):
-    layout.slots(
-        dataclasses.replace(CONFIG, output_gate=True), layout.GGUF_NAMES
+    stacking.slots(
+        dataclasses.replace(CONFIG, output_gate=True), stacking.GGUF_NAMES
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama-like decoder: embedding, layers under scan, head."""
+"""The decoder: embedding, layers under scan, and output head."""
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from branch_replay.ops import attention_reference
 
 
 def _scanned(module, count: int):
-  """`count` layers, or periods of them, with parameters stacked."""
+  """`count` layers, or periods of layers, with stacked parameters."""
   return nn.scan(
       module,
       variable_axes={"params": 0},
@@ -24,7 +24,7 @@ def _scanned(module, count: int):
 
 
 class Period(nn.Module):
-  """A turn of a pattern: one layer of every kind in it."""
+  """One turn of a layer pattern: one layer of every kind in it."""
 
   config: config_lib.ModelConfig
   kinds: tuple[config_lib.Kind, ...]
@@ -39,7 +39,7 @@ class Period(nn.Module):
 
 
 class Parts(nn.Module):
-  """The layers of a model of several kinds, as `pattern` stacks them."""
+  """The layers of a model with several kinds, stacked as `pattern` says."""
 
   config: config_lib.ModelConfig
 
@@ -57,15 +57,16 @@ class Decoder(nn.Module):
   """Llama, Mistral, Qwen, Gemma and DeepSeek decoders, by `ModelConfig`.
 
   Parameters are `embed/table` [V, M], `layers/<stage>/...` with a leading L
-  axis, `final_norm/scale` [M] and, when untied, `head/table` [V, M]. Layers of
-  several kinds are stacked as `pattern` says.
+  axis, `final_norm/scale` [M] and, unless the embedding is tied, `head/table`
+  [V, M]. Layers of several kinds are stacked as `pattern` says.
 
   `model.apply({"params": params}, tokens_GT)` is the plain, dense model with
-  the readable attention: what every faster path is tested against. The engine
-  calls the stages itself and uses the small methods below for the two ends.
+  readable attention; every faster path is tested against it. The engine calls
+  the stages of layers itself, and uses the small methods below for embedding,
+  final norm and head.
 
   Attributes:
-    config: the geometry.
+    config: the model's configuration.
   """
 
   config: config_lib.ModelConfig
@@ -91,9 +92,9 @@ class Decoder(nn.Module):
 
     Args:
       tokens_GT: i32 ids.
-      positions_GT: i32 positions; 0…T−1 when None.
-      attend: (q_KGRTD, k_KGTD, v_KGTD) -> out_KGRTD; of a sliding layer it
-        is given window= too.
+      positions_GT: i32 positions; None for 0 … T − 1.
+      attend: function (q_KGRTD, k_KGTD, v_KGTD) -> out_KGRTD; in sliding layers
+        it also gets window=.
 
     Returns:
       logits_GTV, at least float32.
@@ -110,7 +111,8 @@ class Decoder(nn.Module):
   def hidden(
       self, tokens_GT, positions_GT=None, *, attend=attention_reference.causal
   ):
-    """Hidden states after the final norm, [G, T, M]; see `__call__`."""
+    """Hidden states after the final norm, [G, T, M]; arguments as `__call__`.
+    """
     if positions_GT is None:
       positions_GT = jnp.broadcast_to(
           jnp.arange(tokens_GT.shape[1]), tokens_GT.shape
@@ -122,7 +124,7 @@ class Decoder(nn.Module):
     return hidden_GTM
 
   def embed_tokens(self, tokens):
-    """Rows of the embedding, in the compute dtype."""
+    """Embeddings of tokens, in the compute dtype."""
     x = self.embed()[tokens].astype(self.config.compute_dtype)
     return x * self.config.embedding_scale
 
@@ -131,7 +133,7 @@ class Decoder(nn.Module):
     return self.final_norm(x)
 
   def head_table(self):
-    """The [V, M] table of the head, which a tied model shares."""
+    """The [V, M] table of the output head, which may be the embedding."""
     if self.config.tied_embeddings:
       return self.embed()
     return self.head()

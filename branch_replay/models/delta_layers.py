@@ -1,9 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a gated delta layer that differ from those of attention.
+"""The stages of a gated delta layer that attention layers do not have.
 
-project → (short convolution, gated delta rule) → join, then the feed-forward
-of any layer. As there, each stage is an elementwise prologue and linear maps.
+A layer is project → (short convolution, gated delta rule) → join, and then the
+feed-forward of any layer. As there, each stage is an elementwise prologue and
+linear maps.
 """
 
 import flax.linen as nn
@@ -17,10 +18,10 @@ from branch_replay.ops import gated_delta_reference
 
 
 class DeltaProject(nn.Module):
-  """x_GTM ↦ channels, rates and output gates, [G·T, K · numbers a head].
+  """x_GTM ↦ channels, rates and output gates, [G·T, heads · numbers per head].
 
-  Channels are the queries, keys and values of a key head before the
-  convolution; rates the writing strengths and speeds of decay.
+  Channels are queries, keys and values of each key head before the convolution;
+  rates are the writing strengths and speeds of decay.
   """
 
   config: config_lib.ModelConfig
@@ -43,7 +44,7 @@ class DeltaProject(nn.Module):
 class DeltaRecur(nn.Module):
   """Owns the parameters of the convolution and of the decay.
 
-  Called, it is the readable mixer on whole sequences.
+  Calling it runs the readable mixer on whole sequences.
   """
 
   config: config_lib.ModelConfig
@@ -68,7 +69,7 @@ class DeltaRecur(nn.Module):
     branches = channels_GTKX.shape[0]
     wide = config_lib.at_least_float32(channels_NX.dtype)
     out_GTKRE, _, _ = gated_delta_reference.mix(
-        channels_GTKX, shaped(rates_NR), *params,
+        params, channels_GTKX, shaped(rates_NR),
         jnp.zeros((branches, *heads, delta.key_dim, delta.value_dim), wide),
         jnp.zeros(
             (branches, heads[0], delta.conv_width - 1, delta.channels),
@@ -80,7 +81,7 @@ class DeltaRecur(nn.Module):
 
 
 def _log_uniform(key, shape, dtype):
-  """log of a decay rate between 1 and 16."""
+  """The log of a decay rate drawn between 1 and 16."""
   return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
 
@@ -92,7 +93,7 @@ class DeltaJoin(nn.Module):
   @nn.compact
   def __call__(self, x_GTM, out_GTKRE, gate_NE):
     config = self.config
-    # Its scale is itself whatever those of the model's other norms are.
+    # The parameter is the scale, also if `norms_from_one` is set.
     norm = layers.RMSNorm(config.norm_eps, config.param_dtype, name="norm")
     normed_GTKRE = norm(out_GTKRE)
     gated_NE = normed_GTKRE.reshape(gate_NE.shape) * nn.silu(gate_NE)

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a mixture-of-experts feed-forward.
 
-A token's way: `choose` picks its k experts from the router's logits; `expand`
-brings it to them, a row each, in the order of the experts, through their gate
-and up projections; `contract` weighs each row and brings it through the down
-projection back to its token, where the k rows and the shared expert's are
-added. As in any layer a stage is an elementwise prologue and linear maps: the
-weight is applied before the down projection, so that its gradient does not need
-the output of that. Choices come from outside of what is differentiated, fresh
-or as they were kept.
+`choose` picks the k experts of a token from the router's logits. `expand` makes
+one row for each token and choice, sorted by expert, and applies the experts'
+gate and up projections. `contract` multiplies each row by its weight, applies
+the down projection, and adds the k rows, and the shared expert's, for each
+token. As in any layer a stage is an elementwise prologue and linear maps: the
+weight is applied before the down projection, so its gradient does not need that
+projection's output. Choices are passed in, newly made or kept from an earlier
+run, and are not differentiated.
 """
 
 import flax.linen as nn
@@ -22,7 +22,7 @@ from branch_replay.ops import grouped_dot
 
 
 class Router(nn.Module):
-  """x_NM ↦ one logit an expert, at least float32, and what corrects scores."""
+  """x_NM ↦ one logit per expert, at least float32, and the score correction."""
 
   config: config_lib.ModelConfig
 
@@ -43,7 +43,7 @@ class Router(nn.Module):
 
 
 class Matrices(nn.Module):
-  """One matrix an expert, [E, in, out] in the compute dtype."""
+  """One matrix per expert, [E, in, out] in the compute dtype."""
 
   config: config_lib.ModelConfig
   rows: int
@@ -59,7 +59,7 @@ class Matrices(nn.Module):
 
 
 class ExpertExpand(nn.Module):
-  """h_GTM and choices ↦ logits, gate and up rows, and the shared expert's."""
+  """h_GTM and choices ↦ logits, gate and up rows, and shared projections."""
 
   config: config_lib.ModelConfig
 
@@ -93,7 +93,7 @@ class ExpertExpand(nn.Module):
     )
 
   def shared(self, normed_NM):
-    """What `ExpertContract.join` takes of a shared expert, if any."""
+    """The shared expert's projections for `ExpertContract.join`, if any."""
     experts, projections = self.config.experts, ()
     if experts.shared_width:
       projections = self.shared_gate(normed_NM), self.shared_up(normed_NM)
@@ -102,7 +102,7 @@ class ExpertExpand(nn.Module):
     return projections
 
   def readable(self, h_GTM):
-    """Inputs and matrices of the reference, and the shared projections."""
+    """Inputs and matrices for the reference, and the shared projections."""
     normed_NM = layers.rows(self.norm(h_GTM))
     logits_NE, _ = self.router(normed_NM)
     matrices = self.expert_gate(), self.expert_up()
@@ -110,7 +110,7 @@ class ExpertExpand(nn.Module):
 
 
 class ExpertContract(nn.Module):
-  """h + Σ_j w_j (silu(gate_j) ∘ up_j) D_j, and what the shared expert adds."""
+  """h + Σ_j w_j (silu(gate_j) ∘ up_j) D_j, plus the shared expert's output."""
 
   config: config_lib.ModelConfig
 
@@ -132,7 +132,7 @@ class ExpertContract(nn.Module):
     return self.join(h_GTM, ops.to_tokens(out_RM, rows, tokens), *shared)
 
   def join(self, h_GTM, y_NM, gate_NF=None, up_NF=None, scale_N1=None):
-    """Residual stream, chosen experts and the shared one, added."""
+    """The sum of residual stream, chosen experts and shared expert."""
     if gate_NF is not None:
       hidden_NF = nn.silu(gate_NF) * up_NF
       if scale_N1 is not None:
@@ -148,7 +148,7 @@ def scaled(x_RF, factor_R1):
 
 
 def readable(expand: ExpertExpand, contract: ExpertContract, h_GTM):
-  """The feed-forward with every expert on every token, as in the reference."""
+  """The feed-forward with every expert run on every token."""
   experts = expand.config.experts
   normed_NM, logits_NE, matrices, shared = expand.readable(h_GTM)
   choices_Nk = expand.choose(h_GTM)

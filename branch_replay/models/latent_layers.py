@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The stages of a latent attention layer that differ from those of attention.
+"""The stages of a latent attention layer that attention layers do not have.
 
 A token leaves behind one vector for all heads: a latent c of C numbers and a
-rotated key r of D_r. Head h has the key (K_h c, r) and the value V_h c. With
-q = (n, s) the score is n·K_h c + s·r = (K_hᵀ n, s)·(c, r), so queries can be
-brought to the latent and attend to (c, r) as one shared head, and values be
-made from the attended latent:
+rotated key r of D_r numbers. The key of head h is (K_h c, r) and its value V_h
+c. For a query (n, s) the score is n·K_h c + s·r = (K_hᵀ n, s)·(c, r). So the
+queries are multiplied by K_hᵀ and attend to (c, r) as one shared head, and
+values are computed from the attended latent:
 
   out_h = V_h Σ p c,    p = softmax((K_hᵀ n, s)·(c, r) / √(D_n + D_r)).
 
@@ -22,7 +22,7 @@ from branch_replay.ops import rope
 
 
 class LatentProject(nn.Module):
-  """x_GTM ↦ queries (or their latent) and the shared latent, as projected."""
+  """x_GTM ↦ queries (or their latent), and the shared latent."""
 
   config: config_lib.ModelConfig
 
@@ -71,8 +71,8 @@ class LatentRotate(nn.Module):
     left_GTC = jnp.einsum("gtnd,ndc->gtnc", nope_GTND, key_up_HDC)
     slots = jnp.concatenate([c_GTC, r_GTD], axis=-1)[None]
     q = jnp.concatenate([left_GTC, turned_GTND], axis=-1)
-    # The op divides by the root of what it sees as the size of a head. Rounded
-    # to bfloat16 the factor would be another temperature of all scores.
+    # Attention divides scores by the root of the size of c and r together. In
+    # bfloat16 this correction would be rounded, and change all scores.
     factor = rope.score_factor(config.rope_scaling) * (
         latent.slot / latent.query_dim
     ) ** 0.5
@@ -82,7 +82,7 @@ class LatentRotate(nn.Module):
 
 
 class LatentJoin(nn.Module):
-  """Residual stream plus the values made of attended latents, projected."""
+  """Residual stream plus the projection of the values of attended latents."""
 
   config: config_lib.ModelConfig
 

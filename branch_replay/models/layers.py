@@ -1,16 +1,16 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One decoder layer as five stages; modules own parameters and nothing else.
+"""One decoder layer as five stages; modules own only parameters.
 
-A layer is project → rotate → (attention) → join → expand → contract; other
-mixers and feed-forwards put stages of their own in place of these. Every
-stage is an elementwise prologue followed by at most one linear map, and the
-cotangent of a linear map does not need its output. So a backward pass that is
-given the *inputs* of the stages recomputes no matrix product: they are exactly
-what the engine keeps.
+A layer is project → rotate → (attention) → join → expand → contract. Other
+mixers and feed-forwards replace some of these stages. Every stage is an
+elementwise prologue followed by at most one linear map, and the cotangent of a
+linear map does not need its output. So a backward pass that has the *inputs* of
+the stages recomputes no matrix product, and these inputs are what the engine
+keeps.
 
 Linear maps are applied to rows, [G·T, ...]: with two leading axes XLA's CPU
-backend transposes the cotangent in memory before it forms a kernel gradient.
+backend would transpose the cotangent in memory to compute a kernel's gradient.
 """
 
 import flax.linen as nn
@@ -25,12 +25,13 @@ from branch_replay.ops import rope
 class RMSNorm(nn.Module):
   """x ↦ scale · x / √(mean(x²) + ε), in at least float32, rounded once.
 
-  Rounded before the product, to bfloat16, scales next to 1 would all be 1.
+  The rounding comes after the product with the scale: in bfloat16, scales close
+  to 1 would all be rounded to 1.
 
   Attributes:
     epsilon: ε.
-    param_dtype: of the parameter.
-    from_one: the parameter is scale − 1, and zero at first.
+    param_dtype: dtype of the parameter.
+    from_one: whether the parameter is scale − 1, initially 0.
 
   Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
   """
@@ -41,7 +42,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x, factor: float = 1.0):
-    """The norm of x, times a number."""
+    """The norm of x, times `factor`."""
     init = nn.initializers.zeros if self.from_one else nn.initializers.ones
     scale = self.param("scale", init, (x.shape[-1],), self.param_dtype)
     dtype = config_lib.at_least_float32(x.dtype)
@@ -54,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 class Table(nn.Module):
-  """Vocabulary-by-width table of the embedding or of an untied head."""
+  """The [V, M] table of the embedding, or of an untied output head."""
 
   config: config_lib.ModelConfig
 
@@ -70,20 +71,21 @@ class Table(nn.Module):
 
 
 def norm(config: config_lib.ModelConfig, name: str | None = None) -> RMSNorm:
-  """The model's norm, under a name of its own."""
+  """An RMSNorm as the config wants it."""
   return RMSNorm(
       config.norm_eps, config.param_dtype, config.norms_from_one, name=name
   )
 
 
 class Linear(nn.Module):
-  """x_NA ↦ xW + b, plus (α/r)(xA)B where the config puts an adapter.
+  """x_NA ↦ xW + b, plus (α/r)(xA)B if the config puts an adapter here.
 
-  The adapter starts at zero: B does, and A at random. Parameters of
-  `rollout.unstacked` hold Wᵀ as "kernel_T" in place of W, "kernel".
+  A is random and B zero at first. Parameters of `rollout.unstacked` have Wᵀ as
+  "kernel_T" in place of W as "kernel".
 
-  Products are rounded to the compute dtype; what is added to them is not, and
-  neither is α/r, which in bfloat16 may be off by a quarter of a per cent.
+  Products are rounded to the compute dtype. Bias and adapter are added in at
+  least float32, and α/r is not rounded: in bfloat16 it could be off by a
+  quarter of a per cent.
   """
 
   config: config_lib.ModelConfig
@@ -125,7 +127,7 @@ class Linear(nn.Module):
 def linear(
     config: config_lib.ModelConfig, features: int, name: str, bias=False
 ) -> Linear:
-  """A linear map to so many features, with the config's adapter if it has one.
+  """A linear map to `features` numbers, with an adapter if the config has one.
   """
   return Linear(config, features, bias, name=name)
 
@@ -136,23 +138,23 @@ def rows(x_GTM):
 
 
 def added(config: config_lib.ModelConfig, x_GTM, y_NM):
-  """The residual stream plus what a stage adds to it."""
+  """The residual stream plus the output of a stage."""
   if config.post_norms:
     y_NM = norm(config, "post_norm")(y_NM)
   return x_GTM + y_NM.reshape(x_GTM.shape)
 
 
 def activation(config: config_lib.ModelConfig, gate_NF):
-  """Of the gate of the feed-forward."""
+  """The feed-forward's activation, applied to its gate."""
   if config.activation == "gelu_tanh":
     return nn.gelu(gate_NF, approximate=True)
   return nn.silu(gate_NF)
 
 
 class Project(nn.Module):
-  """x_GTM ↦ unrotated queries, keys and values, [G·T, heads · D].
+  """x_GTM ↦ queries, keys and values before rotation, [G·T, heads · D].
 
-  And output gates like the queries, where the config has them.
+  If the config has output gates, they follow, shaped like the queries.
   """
 
   config: config_lib.ModelConfig
@@ -176,10 +178,10 @@ class Project(nn.Module):
 
 
 class Rotate(nn.Module):
-  """Head norm, RoPE, and the head-major layout that attention reads.
+  """Head norm, RoPE, and the head-major order of axes that attention reads.
 
-  Query head h = k·R + r lands at [k, ..., r]: heads that share key-value head
-  k are neighbours, so the attention op folds them into rows of one matrix.
+  Query head h = k·R + r goes to [k, ..., r]: the heads that share key head k
+  are neighbours, so attention can treat them as rows of one matrix.
 
   Attributes:
     config: geometry.
@@ -216,7 +218,7 @@ class Rotate(nn.Module):
 
 
 class Join(nn.Module):
-  """Residual stream plus the projected, perhaps gated attention output."""
+  """Residual stream plus the projected, optionally gated attention output."""
 
   config: config_lib.ModelConfig
 

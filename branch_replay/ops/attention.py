@@ -1,16 +1,16 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a segment that replays a shared prefix.
+"""Attention of a segment of new tokens to itself and to a shared prefix.
 
-Two parts with one softmax. *Prefix*: the queries of all branches are rows of
-one tall matrix against one copy of the prefix keys. *Segment*: each branch
-attends causally to itself. Both are tiled so that a score tile stays in cache;
-they are merged in float32 by log-sum-exp, and the backward pass rebuilds
-probabilities tile by tile from the merged log-sum-exp.
+One softmax covers two parts. *Prefix*: the queries of all branches are the rows
+of one tall matrix, which meets one copy of the prefix's keys. *Segment*: each
+branch attends causally to itself. Both are tiled so that a tile of scores stays
+in cache. The two outputs are merged in float32 by their log-sum-exps, and the
+backward pass recomputes probabilities tile by tile from the merged log-sum-exp.
 
-`forward` and `backward` read layer `layer` of a whole [L, K, P, D] prefix
-state in place; `replay_attention` is the same pair as one differentiable
-function of one layer.
+`forward` and `backward` read one layer of a whole [L, K, P, D] prefix state in
+place. `replay_attention` is the same pair as a differentiable function of one
+layer.
 
 Source of the tiling: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
@@ -65,7 +65,7 @@ def _attend_forward(
 ):
   arguments = q, k, v, pk, pv, prefix_length, lengths_G
   out, lse = _attend(window, kernel, block, *arguments)
-  # The prefix is a residual by reference: replayed, never copied.
+  # The prefix is saved by reference and never copied.
   return (out, lse), (*arguments, out, lse)
 
 
@@ -105,38 +105,33 @@ def replay_attention(
 
   out = softmax(q [K_prefix; K_self]ᵀ / √D) [V_prefix; V_self].
 
-  A row that may attend to nothing returns 0 with log-sum-exp −∞ and sends no
-  gradient anywhere. Differentiable once, in q, k, v, the prefix and through
-  both outputs.
+  A row that may attend to nothing returns 0 and log-sum-exp −∞, and gets no
+  gradient. Differentiable once, in q, k, v and the prefix, through both
+  outputs.
 
   Args:
-    q_KGRTD: queries; K·R heads of D of T tokens of G branches.
+    q_KGRTD: queries.
     k_KGTD: the branches' own keys.
     v_KGTD: the branches' own values.
     prefix_k_KPD: keys of the prefix, one copy for all branches; P may be 0.
     prefix_v_KPD: values of the prefix.
-    prefix_length: i32 scalar, positions of the prefix that are real; dynamic,
-      so that another length does not compile again.
-    lengths_G: i32, tokens of each branch that are real; later rows attend to
-      nothing. None means all T.
-    window: W, so that the query at position i sees the keys at j with
-      i − j < W, where tails stand at `prefix_length` and after; static. None
-      to see all keys before.
-    implementation: see `kernels`; with a window or blocks it is always the
-      loops.
-    block: B, so that a branch's tokens are in blocks of B, each of which sees
-      itself whole and all before: the query at t the keys at s with
-      ⌊s/B⌋ ≤ ⌊t/B⌋, of those that are real; static. None is causal.
+    prefix_length: i32 scalar, number of real positions of the prefix. It is
+      dynamic: another length does not compile again.
+    lengths_G: i32, real tokens of each branch; later rows attend to nothing.
+      None for all T.
+    window: W; the query at position i sees the keys at j with i − j < W, where
+      the branches' tokens are at positions `prefix_length` and after. Static.
+      None to see all earlier keys.
+    implementation: see `kernels`; with a window or blocks always the loops.
+    block: B; a branch's tokens are in blocks of B, and the query at t sees the
+      real keys at s with ⌊s/B⌋ ≤ ⌊t/B⌋. Static. None for causal attention.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
 
   Raises:
-    ValueError: an implementation that does not run here or does not take
+    ValueError: an implementation that does not run here or does not support
       these arrays.
-
-  Source: the design follows https://arxiv.org/abs/2607.14952; the reference is
-  `attention_reference.replay_attention`.
   """
   heads, branches, _, tokens, head_dim = q_KGRTD.shape
   chex.assert_shape([k_KGTD, v_KGTD], (heads, branches, tokens, head_dim))
@@ -151,10 +146,10 @@ def replay_attention(
 
 
 class Stripe(NamedTuple):
-  """Which keys of a segment are here: positions offset, offset + stride, ….
+  """Which keys of a segment this device has: offset, offset + stride, ….
 
-  All of them on one device. Over several, each holds every n-th position, so
-  that the work below the diagonal is the same for all.
+  On one device these are all. On several, each device has every n-th position,
+  so that all have the same share of the work below the diagonal.
   """
 
   stride: int = 1
@@ -162,12 +157,12 @@ class Stripe(NamedTuple):
 
 
 class Window(NamedTuple):
-  """How far back the tokens of a segment see.
+  """How far back the tokens of a segment can see.
 
   Attributes:
     size: W; the query at position i sees the keys at j with i − j < W.
-    lowest_T: i32, for every query the first index in the prefix, among the
-      positions that are here, that lies in its window.
+    lowest_T: i32, for every query the smallest index, among the prefix
+      positions on this device, that lies in its window.
   """
 
   size: int
@@ -187,24 +182,26 @@ def forward(
     q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
     *, stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
-  """Output and merged log-sum-exp of one layer; see `replay_attention`.
+  """Output and log-sum-exp of one layer; see `replay_attention`.
 
   Args:
     q_KGRTD: queries.
-    k_KGSD: keys of the segment that are here; all T by default.
+    k_KGSD: keys of the segment on this device; all T on one device.
     v_KGSD: their values.
     prefix: pair (k_LKPD, v_LKPD), read in place.
-    layer: i32 scalar, which layer of the prefix.
-    prefix_length: i32 scalar.
-    lengths_G: i32 or None.
-    stripe: which keys of the segment are here.
-    window: `Window`, or None to see all keys before.
-    kernel: `kernels.Kernel`; None for the loops, which layers with a window
-      or blocks always run.
-    blocks: `tiling.Blocks`, or None to see no key after.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions of the prefix.
+    lengths_G: i32, real tokens of each branch; None for all.
+    stripe: which keys of the segment are on this device.
+    window: `Window`; None to see all earlier keys.
+    kernel: `kernels.Kernel`; None for the loops. Layers with a window or blocks
+      always run the loops.
+    blocks: `tiling.Blocks`, in which queries see later keys; None for a causal
+      segment.
 
   Returns:
-    out_KGRTD and lse_KGRT in at least float32, to be merged with others'.
+    out_KGRTD and lse_KGRT, at least float32, to be merged with those of other
+    devices.
   """
   size, lowest_N = _reach(window, q_KGRTD)
   by_loops = kernel is None or window is not None or blocks is not None
@@ -243,20 +240,20 @@ def decode(
 ):
   """Attention of T new tokens of each branch to the prefix and to a cache.
 
-  The tail's own keys, the new tokens' included, stand in a cache; a token sees
-  those up to a slot of its own. The prefix is shared as in `forward`.
+  The cache has the keys of the branch's earlier tokens and of the new ones. The
+  prefix is shared as in `forward`.
 
   Args:
     q_KGRTD: queries of the new tokens; T is small.
-    cache: pair (k_LKGSD, v_LKGSD) of each branch's tail so far.
-    cache_layer: i32 scalar, which layer of it.
-    slots_GT: i32, the last slot that each new token sees; −1 for none.
+    cache: pair (k_LKGSD, v_LKGSD), the branches' own keys and values.
+    cache_layer: i32 scalar, layer of the cache.
+    slots_GT: i32, the last slot of the cache each new token sees; −1 for none.
     prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar.
-    prefix_length: i32 scalar.
-    window: how many slots a new token sees, its own included; None for all.
-    lowest_GT: i32, the first position of the prefix that a new token attends
-      to; None for all.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions of the prefix.
+    window: number of slots a new token sees, its own included; None for all.
+    lowest_GT: i32, the first position of the prefix each new token sees; None
+      for all.
 
   Returns:
     out_KGRTD in the dtype of the queries.
@@ -283,21 +280,22 @@ def backward(
     d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
     *, accumulator=None, d_lse=None, window=None, kernel=None, blocks=None,
 ):
-  """Cotangents of one layer, given the merged output and log-sum-exp.
+  """Cotangents of one layer, from the merged output and log-sum-exp.
 
   Args:
     d_out: cotangent of the output, like q_KGRTD.
     q_KGRTD: queries.
     k_KGSD: keys of the segment.
     v_KGSD: values of the segment.
-    out: what `forward` returned.
-    lse: what `forward` returned.
+    out: output of `forward`.
+    lse: log-sum-exp of `forward`.
     prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar.
-    prefix_length: i32 scalar.
-    accumulator: pair like `prefix`, at least float32, to which the prefix's
-      cotangents are added at `layer`, in place; None spends nothing on them.
-    d_lse: cotangent of the log-sum-exp, or None for zero.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions of the prefix.
+    accumulator: pair like `prefix`, at least float32, to which the cotangents
+      of the prefix's keys and values are added at `layer`, in place; None if
+      they are not needed, and then they are not computed.
+    d_lse: cotangent of the log-sum-exp; None for zero.
     window: as in `forward`.
     kernel: as in `forward`.
     blocks: as in `forward`.
@@ -315,7 +313,7 @@ def backward(
 
 
 def row_delta(d_out, out, d_lse=None):
-  """δ in ∂ℓ/∂scores = p · (∂ℓ/∂p − δ): one number a row, for both parts."""
+  """δ in ∂ℓ/∂scores = p · (∂ℓ/∂p − δ): Σ d_out · out − d_lse, one per query."""
   wide = config_lib.at_least_float32(out.dtype)
   delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)
   return delta if d_lse is None else delta - d_lse
@@ -325,46 +323,47 @@ def backward_rows(
     d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
     *, accumulator=None, stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
-  """`backward` from `row_delta`; queries may be those of all devices.
+  """`backward` from δ instead of the output, for queries of all devices.
 
   Args:
     d_out: cotangent of the merged output.
     q_KGRTD: queries.
-    k_KGSD: keys of the segment that are here.
+    k_KGSD: keys of the segment on this device.
     v_KGSD: their values.
-    lse: merged log-sum-exp of every row.
-    delta: `row_delta` of every row.
+    lse: merged log-sum-exp of every query.
+    delta: `row_delta` of every query.
     prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar.
-    prefix_length: i32 scalar.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions of the prefix.
     accumulator: as in `backward`.
-    stripe: which keys of the segment are here.
+    stripe: which keys of the segment are on this device.
     window: as in `forward`.
     kernel: as in `forward`.
     blocks: as in `forward`.
 
   Returns:
-    As `backward`, but dq in at least float32: what the keys that are here
-    contribute.
+    As `backward`, but dq is at least float32, and only the part that the keys
+    on this device contribute.
   """
-  # exp(score − ∞) = 0: a row that saw nothing sends nothing.
+  # exp(score − ∞) = 0: a query that saw no key has no gradient.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   size, lowest_N = _reach(window, q_KGRTD)
   by_loops = kernel is None or window is not None or blocks is not None
-  segment = d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
+  rows = loops.QueryRows(d_out, q_KGRTD, lse, delta)
+  segment = rows, k_KGSD, v_KGSD, stripe
   if by_loops:
     dq, dk, dv = loops.segment_backward(*segment, size, blocks)
   else:
     dq, dk, dv = stretches.segment_backward(kernel, *segment)
   if prefix[0].shape[2]:
     heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
-    arguments = (
+    rows = loops.QueryRows(
         d_out.reshape(heads, -1, head_dim),
         q_KGRTD.reshape(heads, -1, head_dim),
         lse.reshape(heads, -1),
         delta.reshape(heads, -1),
-        prefix, layer, prefix_length, accumulator,
     )
+    arguments = rows, prefix, layer, prefix_length, accumulator
     if by_loops:
       dq_rows, accumulator = loops.prefix_backward(*arguments, lowest_N)
     else:

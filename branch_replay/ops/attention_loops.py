@@ -1,14 +1,18 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The four loops of replay attention: prefix and segment, there and back.
+"""Attention as four loops: prefix and segment, forward and backward.
 
-Everything accumulates in at least float32, where scores are scaled too. Loops
-over heads, rows and columns are explicit, so that one score tile lives at a
-time and trip counts follow the prefix length and stop at the diagonal.
+Scores are computed and everything is accumulated in at least float32. Loops
+over heads, rows of queries and columns of keys are explicit, so that one tile
+of scores exists at a time, and trip counts follow the length of the prefix and
+stop at the diagonal.
 
 Source: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
 
+from typing import NamedTuple
+
+import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -16,13 +20,38 @@ from branch_replay import config as config_lib
 from branch_replay.ops import tiling
 
 
+class QueryRows(NamedTuple):
+  """What the backward pass reads of the queries; leading axes are alike.
+
+  Attributes:
+    d_out: cotangent of the merged output, [..., D].
+    q: queries, [..., D].
+    lse: merged log-sum-exp, [...]; +∞ for a query that saw no key, so that its
+      probabilities are 0.
+    delta: δ of `attention.row_delta`, [...].
+  """
+
+  d_out: jax.Array
+  q: jax.Array
+  lse: jax.Array
+  delta: jax.Array
+
+  def padded(self, axis: int, length: int) -> "QueryRows":
+    """The rows with one axis padded by queries that saw no key."""
+    return QueryRows(
+        tiling.pad(self.d_out, axis, length), tiling.pad(self.q, axis, length),
+        tiling.pad(self.lse, axis, length, value=jnp.inf),
+        tiling.pad(self.delta, axis, length),
+    )
+
+
 def finite(top):
-  """The shift of a softmax: 0 where every score is −∞."""
+  """The shift of a softmax: `top`, or 0 where every score is −∞."""
   return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def normalized(top, total, weighted):
-  """(out, lse) of an online softmax; (0, −∞) where nothing was seen."""
+  """(out, lse) of an online softmax; (0, −∞) where no key was seen."""
   empty = total == 0
   safe = jnp.where(empty, 1.0, total)
   return (
@@ -32,10 +61,10 @@ def normalized(top, total, weighted):
 
 
 def merge(out_a, lse_a, out_b, lse_b):
-  """One attention over two disjoint sets of keys, from two partial ones.
+  """Merges attention to two disjoint sets of keys into attention to both.
 
-  lse = log(eᵃ + eᵇ), out = (eᵃ out_a + eᵇ out_b) / (eᵃ + eᵇ). Not to be
-  differentiated: two empty parts have no finite gradient.
+  lse = log(eᵃ + eᵇ), out = (eᵃ out_a + eᵇ out_b) / (eᵃ + eᵇ). Do not
+  differentiate it: two empty parts have no finite gradient.
 
   Args:
     out_a: [..., D], at least float32.
@@ -68,9 +97,9 @@ def _softmax_tile(carry, q_ND, k_BD, v_BD, seen):
   shift_N = finite(new_top_N)
   probs = jnp.exp(scores - shift_N[:, None])
   decay_N = jnp.exp(top_N - shift_N)
-  # Sums of rows by a matrix product: XLA for CPU reduces rows number by number,
-  # and would compute every exponential a second time to do so.
-  # Accelerators would round the summands of a product unless told not to.
+  # Rows are summed by a matrix product: XLA for CPU would reduce them number by
+  # number, and compute every exponential twice. On accelerators the highest
+  # precision keeps the summands from being rounded.
   ones_B1 = jnp.ones((v_BD.shape[0], 1), dtype)
   sums_N = lax.dot(probs, ones_B1, precision=lax.Precision.HIGHEST)[:, 0]
   return (
@@ -89,8 +118,9 @@ def _row_max(x_NB):
   return jnp.max(x_NB, axis=-1)
 
 
-def _cotangent_tile(d_out_ND, q_ND, lse_N, delta_N, k_BD, v_BD, seen):
+def _cotangent_tile(rows: QueryRows, k_BD, v_BD, seen):
   """(dq, dkᵀ, dvᵀ) that one tile of rows and keys contributes."""
+  d_out_ND, q_ND, lse_N, delta_N = rows
   dtype, scale = lse_N.dtype, q_ND.shape[-1] ** -0.5
   scores = _dot(q_ND, k_BD, (1, 1), dtype) * scale
   probs = jnp.where(seen, jnp.exp(scores - lse_N[:, None]), 0)
@@ -113,14 +143,14 @@ def _empty_softmax(rows, head_dim, dtype):
 
 
 def prefix_forward(q_KND, prefix, layer, prefix_length, lowest_N=None):
-  """(out_KND, lse_KN) of rows against the first positions of a prefix.
+  """(out_KND, lse_KN) of queries against the first positions of a prefix.
 
-  With `lowest_N`, of row n against those of them from lowest_N[n] on.
+  With `lowest_N`, row n sees the positions from lowest_N[n] on only.
   """
   heads, rows, head_dim = q_KND.shape
   dtype = config_lib.at_least_float32(q_KND.dtype)
   row = tiling.even(rows, tiling.FORWARD_ROWS)
-  column = tiling.Columns(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
+  column = tiling.PrefixTiles(prefix[0].shape[2], tiling.FORWARD_COLUMNS)
   q_KND = tiling.pad(q_KND, 1, row.padded)
   columns = column.count(prefix_length)
   if lowest_N is not None:
@@ -155,7 +185,7 @@ def prefix_forward(q_KND, prefix, layer, prefix_length, lowest_N=None):
 
 
 def _padded_lowest(lowest_N, row: tiling.Even, prefix):
-  """Rows that are padding see nothing."""
+  """lowest_N with rows of padding, which see nothing."""
   capacity = prefix[0].shape[2]
   return tiling.pad(
       lowest_N.astype(jnp.int32), 0, row.padded, value=capacity
@@ -165,8 +195,8 @@ def _padded_lowest(lowest_N, row: tiling.Even, prefix):
 def cache_forward(q_KGRTD, cache, layer, slots_GT, window=None):
   """(out_KGRTD, lse_KGRT) of new tokens against each branch's own cache.
 
-  Tiles that no token sees are not read: the work follows the longest branch,
-  not the room of the cache.
+  Tiles that no token sees are not read, so the work follows the longest branch
+  and not the capacity of the cache.
   """
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
   room = cache[0].shape[3]
@@ -180,7 +210,7 @@ def cache_forward(q_KGRTD, cache, layer, slots_GT, window=None):
         tiling.read_cache(x, layer, start, size) for x in cache
     )
     place_B = start + jnp.arange(size)
-    # The last tile is moved back: what the one before has read is hidden.
+    # The last tile is moved back; slots that were read before are hidden.
     seen_GTB = (place_B >= j * size)[None, None] & (
         place_B[None, None] <= slots_GT[..., None]
     )
@@ -213,21 +243,18 @@ def cache_forward(q_KGRTD, cache, layer, slots_GT, window=None):
 
 
 def prefix_backward(
-    d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
-    accumulator, lowest_N=None,
+    rows: QueryRows, prefix, layer, prefix_length, accumulator, lowest_N=None
 ):
   """dq_KND, and the accumulator with the prefix's cotangents added.
 
-  With an accumulator of None the products for keys and values are dead code.
+  If the accumulator is None, the products for keys and values are not computed.
+  Other arguments are as in `prefix_forward`.
   """
-  heads, rows, head_dim = q_KND.shape
-  dtype = lse_KN.dtype
-  row = tiling.even(rows, tiling.BACKWARD_ROWS)
-  column = tiling.Columns(prefix[0].shape[2], tiling.BACKWARD_COLUMNS)
-  d_out_KND = tiling.pad(d_out_KND, 1, row.padded)
-  q_KND = tiling.pad(q_KND, 1, row.padded)
-  lse_KN = tiling.pad(lse_KN, 1, row.padded, value=jnp.inf)
-  delta_KN = tiling.pad(delta_KN, 1, row.padded)
+  heads, count, head_dim = rows.q.shape
+  dtype = rows.lse.dtype
+  row = tiling.even(count, tiling.BACKWARD_ROWS)
+  column = tiling.PrefixTiles(prefix[0].shape[2], tiling.BACKWARD_COLUMNS)
+  rows = rows.padded(1, row.padded)
   columns, first = column.count(prefix_length), 0
   if lowest_N is not None:
     lowest_N = _padded_lowest(lowest_N, row, prefix)
@@ -247,9 +274,8 @@ def prefix_backward(
         of_rows = tiling.read(lowest_N, at[1:], row.size)
       seen = column.seen(j, prefix_length, of_rows)
       dq, dk, dv = _cotangent_tile(
-          *(tiling.read(x, at, row.size) for x in (d_out_KND, q_KND)),
-          *(tiling.read(x, at, row.size) for x in (lse_KN, delta_KN)),
-          k_BD, v_BD, seen,
+          QueryRows(*(tiling.read(x, at, row.size) for x in rows)), k_BD, v_BD,
+          seen,
       )
       dq_KND = tiling.add(dq_KND, at, dq)
       if accumulator is None:
@@ -259,7 +285,7 @@ def prefix_backward(
     def tile_in_reach(i, carry):
       of_rows = tiling.read(lowest_N, (i * row.size,), row.size)
       reached = jnp.min(of_rows) < (j + 1) * column.size
-      # A loop of no or one turn: unlike a conditional it updates in place.
+      # A loop of at most one turn updates in place; a conditional does not.
       return lax.fori_loop(
           0, reached.astype(jnp.int32), lambda _, carry: tile(i, carry), carry
       )
@@ -276,7 +302,7 @@ def prefix_backward(
 
   carry = jnp.zeros((heads, row.padded, head_dim), dtype), accumulator
   dq_KND, accumulator = lax.fori_loop(0, heads * columns, visit, carry)
-  return dq_KND[:, :rows], accumulator
+  return dq_KND[:, :count], accumulator
 
 
 def segment_forward(
@@ -284,8 +310,8 @@ def segment_forward(
 ):
   """(out_KGRTD, lse_KGRT) of branches that attend causally to themselves.
 
-  With a window W, to no key W or more positions before. With `tiling.Blocks`,
-  to all of their own block.
+  With a window W a query sees no key W or more positions before it. With
+  `tiling.Blocks` it sees all keys of its own block.
   """
   heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
   dtype = config_lib.at_least_float32(q_KGRTD.dtype)
@@ -324,21 +350,17 @@ def segment_forward(
 
 
 def segment_backward(
-    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe, window=None,
-    blocks=None,
+    rows: QueryRows, k_KGSD, v_KGSD, stripe, window=None, blocks=None
 ):
-  """(dq, dk, dv) of the segment part, from the merged lse and delta."""
-  heads, branches, repeats, tokens, head_dim = q_KGRTD.shape
-  dtype = lse.dtype
+  """(dq, dk, dv) of the segment part; arguments as in `segment_forward`."""
+  heads, branches, repeats, tokens, head_dim = rows.q.shape
+  dtype = rows.lse.dtype
   grid = tiling.causal(
       tokens, repeats, tiling.BACKWARD_ROWS, tiling.BACKWARD_COLUMNS,
       stripe.stride,
   )
   keys = k_KGSD.shape[2]
-  d_out, q_KGRTD, delta = (
-      tiling.pad(x, 3, grid.padded) for x in (d_out, q_KGRTD, delta)
-  )
-  lse = tiling.pad(lse, 3, grid.padded, value=jnp.inf)
+  rows = rows.padded(3, grid.padded)
   k_KGSD, v_KGSD = (tiling.pad(x, 2, grid.keys) for x in (k_KGSD, v_KGSD))
   columns = grid.keys // grid.column
 
@@ -354,8 +376,8 @@ def segment_backward(
       dq, dk_DB, dv_DB = carry
       where = head, branch, i
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
-          *(grid.rows(x, *where) for x in (d_out, q_KGRTD, lse, delta)),
-          k_BD, v_BD, grid.seen(i, j, stripe.offset, window, blocks, branch),
+          QueryRows(*(grid.rows(x, *where) for x in rows)), k_BD, v_BD,
+          grid.seen(i, j, stripe.offset, window, blocks, branch),
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
@@ -368,7 +390,7 @@ def segment_backward(
     return dq, tiling.write(dk, at, dk_DB.T), tiling.write(dv, at, dv_DB.T)
 
   carry = (
-      jnp.zeros(q_KGRTD.shape, dtype),
+      jnp.zeros(rows.q.shape, dtype),
       jnp.zeros(k_KGSD.shape, dtype),
       jnp.zeros(v_KGSD.shape, dtype),
   )

@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of packed samples on top of a prefix that is a constant.
+"""Attention of packed samples to themselves and to a constant prefix.
 
-Several short samples stand in one row, each sees itself and the prefix. Scores
-within a row are held whole; the prefix goes by in tiles, forward and backward,
-and is never copied.
+Several short samples are in one row. Each sees itself and the prefix. The
+scores within a row are held whole; the prefix is read in tiles, forward and
+backward, and never copied.
 """
 
 import jax
@@ -22,11 +22,11 @@ def attend_prefix(q_KGRTD, prefix, layer, prefix_length):
   Args:
     q_KGRTD: queries.
     prefix: pair (k_LKPD, v_LKPD) of constants, read in place.
-    layer: i32 scalar.
-    prefix_length: i32 scalar, positions that are real.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions.
 
   Returns:
-    out_KGRTD and lse_KGRT, at least float32; (0, −∞) if there are none.
+    out_KGRTD and lse_KGRT, at least float32; (0, −∞) for an empty prefix.
   """
   return _forward(q_KGRTD, prefix, layer, prefix_length)[0]
 
@@ -48,12 +48,13 @@ def _backward(residuals, cotangents):
   d_out, d_lse = cotangents
   heads = q_KGRTD.shape[0]
   delta = attention.row_delta(d_out, out, d_lse)
-  # exp(score − ∞) = 0: a row that saw nothing sends nothing.
+  # exp(score − ∞) = 0: a query that saw no key has no gradient.
   lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-  dq_KND, _ = loops.prefix_backward(
+  rows = loops.QueryRows(
       _rows(d_out), _rows(q_KGRTD), lse.reshape(heads, -1),
-      delta.reshape(heads, -1), prefix, layer, prefix_length, None,
+      delta.reshape(heads, -1),
   )
+  dq_KND, _ = loops.prefix_backward(rows, prefix, layer, prefix_length, None)
   dq_KGRTD = dq_KND.reshape(q_KGRTD.shape).astype(q_KGRTD.dtype)
   return dq_KGRTD, None, None, None
 
@@ -61,17 +62,19 @@ def _backward(residuals, cotangents):
 attend_prefix.defvjp(_forward, _backward)
 
 
-def attend(q_KGRTD, k_KGTD, v_KGTD, segments_GT, prefix, layer, prefix_length):
-  """Causal attention within each segment of a row, and to the prefix.
+def attend(
+    q_KGRTD, k_KGTD, v_KGTD, segments_GT, prefix, *, layer, prefix_length
+):
+  """Causal attention within each sample of a row, and to the prefix.
 
   Args:
     q_KGRTD: queries.
     k_KGTD: keys of the same tokens.
     v_KGTD: their values.
-    segments_GT: i32, which sample a token belongs to.
+    segments_GT: i32, number of the sample each token belongs to.
     prefix: pair (k_LKPD, v_LKPD) of constants; P may be 0.
-    layer: i32 scalar.
-    prefix_length: i32 scalar.
+    layer: i32 scalar, layer of the prefix.
+    prefix_length: i32 scalar, number of real positions of the prefix.
 
   Returns:
     out_KGRTD in the dtype of the queries.

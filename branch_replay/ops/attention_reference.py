@@ -1,8 +1,8 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Readable attention: plain einsums, ordinary autodiff.
+"""Readable attention: plain einsums and ordinary autodiff.
 
-What `replay_attention` is tested against, forward and backward.
+`attention` is tested against it, forward and backward.
 """
 
 import chex
@@ -21,11 +21,11 @@ def causal(
     q_KGRTD: queries.
     k_KGTD: keys.
     v_KGTD: values.
-    window: W, to see no key W or more positions before; None to see all.
-    block: B, so that the tokens from `start` on are in blocks that see
-      themselves whole; None is causal.
-    start: i32 scalar.
-    lengths_G: i32, real tokens of each sequence; None means all.
+    window: W; a query sees no key W or more positions before it. None for all.
+    block: B; the tokens from `start` on are in blocks of B tokens that see all
+      of their own block. None for causal attention.
+    start: i32 scalar, first token of the first block.
+    lengths_G: i32, real tokens of each sequence; None for all.
 
   Returns:
     out_KGRTD in the dtype of the queries.
@@ -52,9 +52,9 @@ def replay_attention(
     block=None,
     start=0,
 ):
-  """Reference of `attention.replay_attention`: same arguments, same result.
+  """Reference of `attention.replay_attention`: same arguments and results.
 
-  Blocks may begin at a token after the first, `start`.
+  In addition, `start` is the first token of the first block.
   """
   chex.assert_rank([q_KGRTD, k_KGTD, prefix_k_KPD], [5, 4, 3])
   branches, tokens, positions = (

@@ -1,24 +1,24 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Replay attention by a library's kernel, stretch by stretch of the prefix.
+"""Attention by a library's kernel, one stretch of the prefix at a time.
 
-A library's kernel has static sizes and no prefix length. So the prefix goes by
-in stretches of fixed numbers of positions, long ones and then short ones, in
-loops whose trip counts follow the length; what is left, less than a short
-stretch, is cut out for the loops of `attention_loops`. Outputs are merged by
-log-sum-exp. The backward pass hands every stretch the merged log-sum-exp and
-δ, and adds what comes back to the accumulator in place. No mask but the
-segment's own lower triangle reaches a kernel.
+The kernels of libraries have static sizes and know no prefix length. So the
+prefix is cut in stretches of fixed sizes, long ones and then short ones, in
+loops whose trip counts follow the length. The rest, less than a short stretch,
+is left to `attention_loops`. Outputs are merged by log-sum-exp. The backward
+pass gives the merged log-sum-exp and δ to the kernel for every stretch, and
+adds the cotangents to the accumulator in place. The only mask a kernel gets is
+the causal one of the segment.
 
-A kernel is a module of three functions, of query heads H = K·R and float32
+A kernel is a module of three functions, with query heads H = K·R and float32
 lse_HN and delta_HN:
 
-  unit()          what numbers of rows and keys must be multiples of;
+  unit()          number that counts of rows and keys must be multiples of;
   forward(q_HND, k_KBD, v_KBD, *, causal, blocks, interpret)
                   softmax(q kᵀ/√D) v and its log-sum-exp;
   backward(d_out_HND, q_HND, k_KBD, v_KBD, lse_HN, delta_HN, *, causal, keys,
            blocks, interpret)
-                  dq_HND, and (dk_KBD, dv_KBD), or None without `keys`.
+                  dq_HND, and (dk_KBD, dv_KBD), or None if not `keys`.
 """
 
 import jax
@@ -31,8 +31,8 @@ from branch_replay.ops import kernel_splash
 from branch_replay.ops import kernels
 from branch_replay.ops import tiling
 
-# Not measured. A stretch costs one pass over outputs in float32; what the short
-# one leaves over is left to the loops.
+# Sizes of the long and the short stretches; not measured. Each stretch costs a
+# pass over the float32 outputs.
 STRETCHES = 4096, 512
 BLOCK = 512  # of rows and of keys
 
@@ -68,7 +68,10 @@ def _forward(kernel, q_HND, k_KBD, v_KBD, causal=False):
   return out.astype(_WIDE), lse
 
 
-def _backward(kernel, d_out, q, k, v, lse, delta, keys, causal=False):
+def _backward(
+    kernel, queries: loops.QueryRows, k, v, *, keys, causal=False
+):
+  d_out, q, lse, delta = queries
   module, rows = _MODULES[kernel.name], _rows(kernel, q.shape[1])
   dq, d_keys = module.backward(
       d_out.astype(q.dtype), q, k, v, lse, delta, causal=causal, keys=keys,
@@ -79,7 +82,8 @@ def _backward(kernel, d_out, q, k, v, lse, delta, keys, causal=False):
 
 
 def _visit_stretches(kernel, prefix, prefix_length, visit, carry):
-  """(carry after visit(start, size, carry) of each, first position left)."""
+  """(carry after visit(start, size, carry) of each, first position left over).
+  """
   start = jnp.int32(0)
   for size in _stretches(kernel, prefix[0].shape[2]):
     count = (prefix_length - start) // size
@@ -93,10 +97,11 @@ def _visit_stretches(kernel, prefix, prefix_length, visit, carry):
 
 
 def _rest(kernel, prefix, start):
-  """(first, size) of positions that hold all from `start` on to the length.
+  """(first, size) of a range that holds the positions left over.
 
-  They are cut out: the loops would have the whole state, or its cotangent, in
-  another layout than the kernels, and XLA would copy it back and forth.
+  The range is cut out, because the loops would want the whole state, or its
+  cotangent, in another memory order than the kernels, and XLA would copy it
+  back and forth.
   """
   capacity = prefix[0].shape[2]
   size = (_stretches(kernel, capacity) or [capacity])[-1]
@@ -132,17 +137,12 @@ def prefix_forward(kernel, q_KND, prefix, layer, prefix_length):
 
 
 def prefix_backward(
-    kernel, d_out_KND, q_KND, lse_KN, delta_KN, prefix, layer, prefix_length,
-    accumulator,
+    kernel, queries: loops.QueryRows, prefix, layer, prefix_length, accumulator
 ):
   """As `attention_loops.prefix_backward`, without windows."""
-  heads, count, head_dim = q_KND.shape
+  heads, count, head_dim = queries.q.shape
   rows = _rows(kernel, count)
-  padded = (
-      tiling.pad(d_out_KND, 1, rows.padded), tiling.pad(q_KND, 1, rows.padded)
-  )
-  lse_padded = tiling.pad(lse_KN, 1, rows.padded, value=jnp.inf)
-  delta_padded = tiling.pad(delta_KN, 1, rows.padded)
+  padded = queries.padded(1, rows.padded)
 
   def visit(start, size, carry):
     dq_KND, accumulator = carry
@@ -150,8 +150,7 @@ def prefix_backward(
         tiling.read_stretch(x, layer, start, size) for x in prefix
     )
     dq, d_keys = _backward(
-        kernel, *padded, k_KBD, v_KBD, lse_padded, delta_padded,
-        keys=accumulator is not None,
+        kernel, padded, k_KBD, v_KBD, keys=accumulator is not None
     )
     if accumulator is not None:
       accumulator = tuple(
@@ -169,7 +168,7 @@ def prefix_backward(
   if accumulator is not None:
     zeros = (jnp.zeros((1, heads, size, head_dim), _WIDE),) * 2
   rest, d_rest = loops.prefix_backward(
-      d_out_KND, q_KND, lse_KN, delta_KN,
+      queries,
       tuple(tiling.read_stretch(x, layer, first, size)[None] for x in prefix),
       0, prefix_length - first, zeros,
       jnp.broadcast_to(start - first, (count,)),
@@ -183,12 +182,12 @@ def prefix_backward(
 
 
 class _Square:
-  """A segment's scores as lower triangles, one a head.
+  """The scores of a segment as lower triangles, one for each head.
 
-  With every key here it is one. With every n-th, j at position j·n + offset,
-  the query at a·n + b sees key j where j ≤ a and, for b < offset, j ≤ a − 1:
-  the n queries of each a are n heads, and those with b < offset stand one row
-  up, so that row 0 of theirs sees nothing.
+  If all keys are on this device there is one triangle. If every n-th is, key j
+  at position j·n + offset, then the query at a·n + b sees key j for j ≤ a, or
+  for j ≤ a − 1 if b < offset. So the n queries of each a become n heads, and
+  those with b < offset are moved one row up, so that their row 0 sees nothing.
   """
 
   def __init__(self, kernel, q_KGRTD, stripe):
@@ -206,7 +205,7 @@ class _Square:
     return jnp.where(jnp.broadcast_to(up, x_HN.shape), moved, otherwise)
 
   def fold(self, x_KGRT, empty=0.0):
-    """[K, G, R, T, ...] as heads and rows; `empty` in rows of no query."""
+    """[K, G, R, T, ...] as heads and rows; `empty` in rows without a query."""
     rest = x_KGRT.shape[4:]
     shape = *x_KGRT.shape[:3], self.count, self.stride, *rest
     x_HN = jnp.moveaxis(x_KGRT.reshape(shape), 4, 3)
@@ -218,7 +217,7 @@ class _Square:
     return tiling.pad(x_HN, 1, self.rows.padded, value=empty)
 
   def unfold(self, x_HN, empty=0.0):
-    """Undoes `fold`; `empty` where a query has no row."""
+    """The inverse of `fold`; `empty` where a query has no row."""
     rest, x_HN = x_HN.shape[2:], x_HN[:, : self.count]
     if self.stride > 1:
       first = jnp.full_like(x_HN[:, :1], empty)
@@ -234,7 +233,7 @@ class _Square:
     return tiling.pad(flat, 1, self.rows.padded)
 
   def unkeys(self, x_HSD):
-    """Undoes `keys`."""
+    """The inverse of `keys`."""
     shape = self.heads, self.branches, self.count, x_HSD.shape[-1]
     return x_HSD[:, : self.count].reshape(shape)
 
@@ -250,13 +249,16 @@ def segment_forward(kernel, q_KGRTD, k_KGSD, v_KGSD, stripe):
 
 
 def segment_backward(
-    kernel, d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, stripe
+    kernel, queries: loops.QueryRows, k_KGSD, v_KGSD, stripe
 ):
   """As `attention_loops.segment_backward`, without windows."""
-  square = _Square(kernel, q_KGRTD, stripe)
+  square = _Square(kernel, queries.q, stripe)
+  folded = loops.QueryRows(
+      square.fold(queries.d_out), square.fold(queries.q),
+      square.fold(queries.lse, jnp.inf), square.fold(queries.delta),
+  )
   dq, (dk, dv) = _backward(
-      kernel, square.fold(d_out), square.fold(q_KGRTD), square.keys(k_KGSD),
-      square.keys(v_KGSD), square.fold(lse, jnp.inf), square.fold(delta),
-      keys=True, causal=True,
+      kernel, folded, square.keys(k_KGSD), square.keys(v_KGSD), keys=True,
+      causal=True,
   )
   return square.unfold(dq), square.unkeys(dk), square.unkeys(dv)

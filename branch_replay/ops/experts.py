@@ -1,15 +1,15 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routing: which experts a token gets, with what weights, and rows by expert.
+"""Routing: which experts a token gets, their weights, and rows by expert.
 
-Of a token with router logits z and scores s (softmax of z, or its sigmoid),
+For a token with router logits z and scores s (softmax or sigmoid of z):
 
-  choice    the k largest of s + b, within the best groups,
-  weights   w_j = α s_j / Σ s,   j in the choice (the sum if `normalised`).
+  choice    the k experts with the largest s + b, within the best groups,
+  weights   w_j = α s_j / Σ s for j in the choice (divided if `normalised`).
 
-The choice is an integer: nothing is differentiated through it, and once made it
-may be given back to whatever runs the token again. The weights are always those
-of the logits at hand. Settings and sources: `config.Experts`.
+The choice is an array of integers without a gradient. Once made, it can be
+passed back whenever the token is run again. Weights are always computed from
+the current logits. Settings and sources: `config.Experts`.
 """
 
 from typing import NamedTuple
@@ -29,12 +29,12 @@ def scores(experts: config_lib.Experts, logits_NE):
 
 
 def choose(experts: config_lib.Experts, logits_NE, correction_E=None):
-  """i32[N, k]: the experts of every token, best first.
+  """i32[N, k]: the experts of every token, the best first.
 
   Args:
-    experts: the routing.
-    logits_NE: of the router, at least float32.
-    correction_E: b; None for none.
+    experts: settings of the routing.
+    logits_NE: logits of the router, at least float32.
+    correction_E: b; None for 0.
   """
   score_NE = scores(experts, logits_NE)
   if correction_E is not None:
@@ -51,7 +51,7 @@ def choose(experts: config_lib.Experts, logits_NE, correction_E=None):
 
 
 def weights(experts: config_lib.Experts, logits_NE, choices_Nk):
-  """w [N, k] of chosen experts, in the dtype of the logits."""
+  """w of the chosen experts, [N, k], in the dtype of the logits."""
   score_NE = scores(experts, logits_NE)
   taken_Nk = jnp.take_along_axis(score_NE, choices_Nk, axis=1)
   if experts.normalised:  # k sigmoids may all be 0 in float32
@@ -60,24 +60,24 @@ def weights(experts: config_lib.Experts, logits_NE, choices_Nk):
 
 
 def probabilities(experts: config_lib.Experts, logits_NE):
-  """p: the scores of all experts, divided by their sum."""
+  """Scores of all experts divided by their sum, [N, E]."""
   score_NE = scores(experts, logits_NE)
   return score_NE / (score_NE.sum(axis=1, keepdims=True) + 1e-20)
 
 
 def pull_probabilities(experts: config_lib.Experts, logits_NE, dp_NE):
-  """The cotangent of the logits for one of their probabilities."""
+  """The cotangent of the logits, from that of `probabilities`."""
   _, pull = jax.vjp(lambda z: probabilities(experts, z), logits_NE)
   return pull(dp_NE.astype(logits_NE.dtype))[0]
 
 
 class Order(NamedTuple):
-  """N·k rows, one a token and choice, brought into the order of the experts.
+  """N·k rows, one for each token and choice, sorted by expert.
 
   Attributes:
     to_R: for every place in that order, the row k·n + j.
     back_R: for every row, its place.
-    sizes_E: rows of every expert.
+    sizes_E: number of rows of every expert.
   """
 
   to_R: jax.Array
@@ -86,7 +86,7 @@ class Order(NamedTuple):
 
 
 def order(choices_Nk, count: int) -> Order:
-  """The order of the rows of all choices among `count` experts."""
+  """The order of all rows, by the experts chosen."""
   flat_R = choices_Nk.reshape(-1)
   to_R = jnp.argsort(flat_R, stable=True)
   places_R = jnp.arange(flat_R.size, dtype=to_R.dtype)
@@ -95,16 +95,16 @@ def order(choices_Nk, count: int) -> Order:
 
 
 def take(x_RM, places_R):
-  """A permutation of rows, which XLA may know to be one."""
+  """Permutes rows, and tells XLA that it is a permutation."""
   return x_RM.at[places_R].get(unique_indices=True, mode="clip")
 
 
 def to_experts(x_NM, rows: Order):
-  """Every token once for each of its k experts, in their order: [N·k, M]."""
+  """Repeats every token for each of its k experts, in their order: [N·k, M]."""
   each = rows.to_R.shape[0] // x_NM.shape[0]
   return take(jnp.repeat(x_NM, each, axis=0), rows.to_R)
 
 
 def to_tokens(y_RM, rows: Order, tokens: int):
-  """The sum of each token's rows: [N, M]. Undoes the order of `to_experts`."""
+  """Sums the rows of each token, which are in the order of experts: [N, M]."""
   return take(y_RM, rows.back_R).reshape(tokens, -1, y_RM.shape[1]).sum(axis=1)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The readable mixture of experts: every expert on every token.
+"""Readable mixture of experts: every expert runs on every token.
 
 y = Σ_e w_e (silu(x G_e) ∘ x U_e) D_e, with w_e = 0 for experts not chosen.
 """
@@ -10,7 +10,16 @@ import jax.numpy as jnp
 
 
 def mix(x_NM, weights_Nk, choices_Nk, gate_EMF, up_EMF, down_EFM):
-  """[N, M] of tokens x_NM with weights of their chosen experts."""
+  """y, [N, M]; see the module.
+
+  Args:
+    x_NM: tokens.
+    weights_Nk: weights of the chosen experts.
+    choices_Nk: i32, the chosen experts.
+    gate_EMF: G.
+    up_EMF: U.
+    down_EFM: D.
+  """
   tokens, experts = x_NM.shape[0], gate_EMF.shape[0]
   weights_NE = jnp.zeros((tokens, experts), weights_Nk.dtype).at[
       jnp.arange(tokens)[:, None], choices_Nk

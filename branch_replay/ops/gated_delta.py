@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Short convolution and gated delta rule, in blocks and token by token.
+"""Short convolution and gated delta rule, in blocks or token by token.
 
   Sₜ = αₜ Sₜ₋₁ + kₜ uₜᵀ,   uₜ = βₜ (vₜ − αₜ Sₜ₋₁ᵀ kₜ),   oₜ = Sₜᵀ qₜ / √D
 
-for every value head: S of [D, E] is all that later tokens need, beside the last
-inputs of the convolution. In a block of positions after S₀, with
-γₜ = α₁ ⋯ αₜ, the u are the solution of one unit lower-triangular system,
+for every value head. Later tokens need only S, [D, E], and the last inputs of
+the convolution. For a block of positions after S₀, with γₜ = α₁ ⋯ αₜ, the u are
+the solution of a unit lower-triangular system,
 
   uₜ + βₜ Σ_{s<t} (γₜ/γₛ)(kₜ·kₛ) uₛ = βₜ vₜ − βₜ γₜ S₀ᵀ kₜ,
 
@@ -14,8 +14,8 @@ and outputs and the next block's S₀ are matrix products:
 
   oₜ = γₜ S₀ᵀ qₜ + Σ_{s≤t} (γₜ/γₛ)(qₜ·kₛ) uₛ.
 
-Everything is differentiated as it stands; the recurrence between blocks keeps
-one S a block for that.
+Gradients are by autodiff; for these, the recurrence between blocks keeps one S
+for each block.
 
 Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 """
@@ -31,17 +31,17 @@ from branch_replay import config as config_lib
 from branch_replay.ops import tiling
 
 BLOCK = 64
-_ELIMINATED = 16  # rows of a system, at most, that are inverted one by one
-_EPSILON = 1e-6  # of the norms of queries and keys
+_ELIMINATED = 16  # largest system that is inverted row by row
+_EPSILON = 1e-6  # ε of the norms of queries and keys
 
 
 class Parameters(NamedTuple):
-  """What the mixer owns.
+  """Parameters of the convolution and of the decay.
 
   Attributes:
-    filter_KXW: of the convolution, the latest input last.
-    log_rate_KR: log of the decay's rate.
-    rate_bias_KR: added to the token's own speed of decay.
+    filter_KXW: weights of the convolution, that of the latest input last.
+    log_rate_KR: log of the decay rate.
+    rate_bias_KR: bias added to the token's own speed of decay.
   """
 
   filter_KXW: jax.Array
@@ -49,7 +49,7 @@ class Parameters(NamedTuple):
   rate_bias_KR: jax.Array
 
 
-class _Inputs(NamedTuple):
+class _DeltaInputs(NamedTuple):
   """What the recurrence reads, at least float32."""
 
   q_GTKD: jax.Array
@@ -65,20 +65,23 @@ def mix(
 ):
   """Convolution, gates and recurrence of a segment.
 
+  The reference is `gated_delta_reference.mix`.
+
   Args:
-    params: of the mixer; K key heads with R value heads each.
-    channels_GTKX: queries, keys and values of a key head before the
-      convolution: D + D + R·E.
-    rates_GTKR: R writing strengths, then R speeds of decay, as projected.
+    params: parameters, for K key heads with R value heads each.
+    channels_GTKX: queries, keys and values of each key head before the
+      convolution: D + D + R·E numbers.
+    rates_GTKR: projections of the R writing strengths, then of the R speeds of
+      decay.
     matrix_GKRDE: S before the segment, at least float32.
     last_GKWX: the W − 1 inputs of the convolution before the segment.
-    lengths_G: i32, real tokens of each row; the rest leave no trace in what
-      is left behind. None for all.
+    lengths_G: i32, real tokens of each row; the others change neither S nor the
+      inputs that are returned. None for all.
     key_dim: D.
 
   Returns:
-    out_GTKRE in the dtype of the channels, and matrix_GKRDE and last_GKWX
-    after the last real token. The reference is `gated_delta_reference.mix`.
+    out_GTKRE in the dtype of the channels, and matrix_GKRDE and last_GKWX after
+    the last real token.
   """
   tokens = channels_GTKX.shape[1]
   seen_GTKX = jnp.concatenate(
@@ -124,8 +127,8 @@ def step(
   return out_GTKRE, matrix_GKRDE, seen_GTKX[:, 1:].swapaxes(1, 2)
 
 
-def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _Inputs:
-  """Of T tokens, from T + W − 1 inputs of the convolution."""
+def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _DeltaInputs:
+  """Inputs of the recurrence for T tokens, from T + W − 1 channels."""
   tokens, repeats = rates_GTKR.shape[1], params.log_rate_KR.shape[1]
   wide = config_lib.at_least_float32(seen_GTKX.dtype)
   filter_KXW = params.filter_KXW.astype(wide)
@@ -139,7 +142,7 @@ def _inputs(params: Parameters, seen_GTKX, rates_GTKR, key_dim) -> _Inputs:
   strength_GTKR, speed_GTKR = jnp.split(rates_GTKR.astype(wide), 2, axis=-1)
   rate_KR = jnp.exp(params.log_rate_KR.astype(wide))
   speed_GTKR += params.rate_bias_KR.astype(wide)[None, None]
-  return _Inputs(
+  return _DeltaInputs(
       _unit(q_GTKD) * key_dim**-0.5,
       _unit(k_GTKD),
       v_GTKX.reshape(*v_GTKX.shape[:3], repeats, -1),
@@ -153,7 +156,7 @@ def _unit(x):
   return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + _EPSILON)
 
 
-def _blocks(inputs: _Inputs, matrix_GKRDE):
+def _blocks(inputs: _DeltaInputs, matrix_GKRDE):
   """(out_GTKRE, S after the last token), block by block."""
   tokens = inputs.q_GTKD.shape[1]
   cut = tiling.even(tokens, BLOCK)
@@ -216,12 +219,11 @@ def _blocks(inputs: _Inputs, matrix_GKRDE):
 
 @jax.custom_vjp
 def _solve(system, right):
-  """x of (I + system) x = right, for a strictly lower system.
+  """x of (I + system) x = right, for a strictly lower-triangular system.
 
-  By products and a short elimination. On CPU a triangular solve is LAPACK's,
-  whose own threads wait for the next one with a core each, and take it from all
-  else in a step. And two of them at a time, as in JAX's derivative,
-  may each wait for a thread for ever.
+  Computed by matrix products and a short elimination. A triangular solve on CPU
+  is LAPACK's, whose own threads keep a core busy while they wait. Two of them
+  at a time, as in JAX's derivative, may wait for a thread forever.
   """
   return _solve_forward(system, right)[0]
 
@@ -242,7 +244,7 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _inverse(system):
-  """(I + system)⁻¹ by halves, [..., B, B]; the two inverses are one batch.
+  """(I + system)⁻¹, [..., B, B], by halves that are inverted as one batch.
 
     [A    ]⁻¹   [A⁻¹          ]
     [C   D]   = [−D⁻¹CA⁻¹  D⁻¹]
@@ -265,7 +267,7 @@ def _inverse(system):
 
 
 def _eliminated(system):
-  """The same, row by row: row j is done when all before it were taken off."""
+  """The same by elimination, row by row."""
   size = system.shape[-1]
 
   def take_off(row, inverse):
@@ -278,7 +280,7 @@ def _eliminated(system):
 
 
 def _matmul(a, b):
-  """As exact as the solution of a system has to be, on accelerators too."""
+  """A matrix product in full precision, also on accelerators."""
   return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Readable gated delta rule: one token after the other, ordinary autodiff.
+"""Readable gated delta rule: token by token, with ordinary autodiff.
 
-What `gated_delta` is tested against, forward and backward.
+`gated_delta` is tested against it, forward and backward.
 """
 
 import jax
@@ -10,30 +10,29 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
+from branch_replay.ops import gated_delta
 
 
 def mix(
-    channels_GTKX, rates_GTKR, filter_KXW, log_rate_KR, rate_bias_KR,
-    matrix_GKRDE, last_GKWX, *, key_dim: int,
+    params: gated_delta.Parameters, channels_GTKX, rates_GTKR, matrix_GKRDE,
+    last_GKWX, *, key_dim: int,
 ):
-  """Short convolution and gated delta rule; see `gated_delta.mix`.
+  """Short convolution and gated delta rule; arguments as `gated_delta.mix`.
 
   With q, k, v from the convolution, αₜ the decay and βₜ the writing strength,
 
     Sₜ = αₜ Sₜ₋₁ + βₜ kₜ (vₜ − αₜ Sₜ₋₁ᵀ kₜ)ᵀ,    oₜ = Sₜᵀ qₜ / √D.
 
   Returns:
-    out_GTKRE in the dtype of the channels, and matrix_GKRDE and last_GKWX
-    after the last token.
+    out_GTKRE in the dtype of the channels, and matrix_GKRDE and last_GKWX after
+    the last token.
 
   Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
   """
   dtype = channels_GTKX.dtype
   wide = config_lib.at_least_float32(dtype)
-  repeats = log_rate_KR.shape[1]
-  filter_KXW, log_rate_KR, rate_bias_KR = (
-      x.astype(wide) for x in (filter_KXW, log_rate_KR, rate_bias_KR)
-  )
+  repeats = params.log_rate_KR.shape[1]
+  filter_KXW, log_rate_KR, rate_bias_KR = (x.astype(wide) for x in params)
 
   def token(carry, inputs):
     matrix_GKRDE, last_GKWX = carry

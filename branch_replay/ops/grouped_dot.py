@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows times the matrix of their group: y_n = x_n W_e, for n in group e.
 
-Rows stand in the order of their groups, whose sizes are known at run time
-alone. A loop takes blocks of rows of one group each, so the work is that of the
-rows, and of at most one unfinished block a group. (`jax.lax.ragged_dot` says
-the same, but everywhere except on TPUs it multiplies all rows by all matrices.)
+Rows are sorted by group, and the sizes of the groups are known only at run
+time. A loop takes blocks of rows of one group each, so the work is that of all
+rows and at most one unfinished block per group. (`jax.lax.ragged_dot` computes
+the same, but on every platform except TPU it multiplies all rows by all
+matrices.)
 
-A block is written over its whole size: what it writes past the end of its group
-is garbage, which the blocks of the groups after it overwrite.
+A block is written at its full size. What it writes past the end of its group is
+garbage, which blocks of later groups overwrite.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,8 @@ from branch_replay import config as config_lib
 _LARGEST = 512  # rows of a block
 
 
-class _Blocks(NamedTuple):
-  """Which rows every turn of the loop takes; turns from `count` on are void."""
+class _RowBlocks(NamedTuple):
+  """The rows of every turn of the loop; turns from `count` on are not run."""
 
   group_B: jax.Array
   start_B: jax.Array
@@ -32,11 +33,11 @@ class _Blocks(NamedTuple):
 
 
 def _block_rows(rows: int, groups: int) -> int:
-  """Rows of a block: a power of two near those of a group."""
+  """Rows of a block: a power of two near the mean size of a group."""
   return min(1 << (rows // groups).bit_length(), _LARGEST)
 
 
-def _blocks(sizes_E, rows: int, size: int) -> _Blocks:
+def _blocks(sizes_E, rows: int, size: int) -> _RowBlocks:
   groups = sizes_E.shape[0]
   ends_E, turns_E = jnp.cumsum(sizes_E), -(-sizes_E // size)
   after_E = jnp.cumsum(turns_E)
@@ -45,17 +46,18 @@ def _blocks(sizes_E, rows: int, size: int) -> _Blocks:
   group_B = jnp.minimum(done_B, groups - 1)
   within_B = turn_B - (after_E - turns_E)[group_B]
   start_B = (ends_E - sizes_E)[group_B] + size * within_B
-  return _Blocks(group_B, start_B, ends_E[group_B], after_E[-1])
+  return _RowBlocks(group_B, start_B, ends_E[group_B], after_E[-1])
 
 
 @jax.custom_vjp
 def grouped_dot(x_NA, w_EAB, sizes_E):
-  """x_NA by groups with w_EAB.
+  """x_NA times the matrix of each row's group.
 
   Args:
     x_NA: rows, those of group 0 first.
-    w_EAB: one matrix a group.
-    sizes_E: i32, rows of every group; their sum is N. Not differentiated.
+    w_EAB: one matrix for each group.
+    sizes_E: i32, number of rows of every group; their sum is N. It has no
+      gradient.
 
   Returns:
     y_NB in the dtype of `x_NA`.
@@ -64,7 +66,7 @@ def grouped_dot(x_NA, w_EAB, sizes_E):
 
 
 def _dot(x_NA, w_EAB, sizes_E, *, contract: int):
-  """Rows by axis `contract` of their group's matrix."""
+  """Rows times axis `contract` of their group's matrix."""
   rows, groups = x_NA.shape[0], w_EAB.shape[0]
   size = _block_rows(rows, groups)
   blocks = _blocks(sizes_E, rows, size)

@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's flash attention, for NVIDIA GPUs, as `attention_stretches` asks.
+"""cuDNN's flash attention for NVIDIA GPUs, as `attention_stretches` calls it.
 
-Its backward pass takes an output and a log-sum-exp, those of an attention to
-more keys than it is given too, as context-parallel attention does elsewhere.
-From the output it forms only δ = Σ ȯ · out, so it is handed one with that δ.
-It always computes the cotangents of the keys.
+Its backward pass takes an output and a log-sum-exp, which may be those of
+attention to more keys than it is given. It uses the output only to compute
+δ = Σ d_out · out, so it is given an output that yields the wanted δ. It always
+computes the cotangents of the keys.
 """
 
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 
 _SEED, _DROPOUT, _NO_BIAS, _NO_WINDOW = 42, 0.0, (False, False), None
 _LAYOUT = cudnn.AttentionLayout.BNTH.value
-_TINY = 2.0**-60  # of bfloat16; its square too is far from float32's least
+_TINY = 2.0**-60  # a bfloat16 whose square does not underflow in float32
 
 
 def unit() -> int:
-  """What numbers of rows and keys must be multiples of."""
+  """Number that counts of rows and keys must be multiples of."""
   return 64
 
 
 def _settings(q_HND, causal: bool):
-  """The static arguments that its forward and backward rules end with."""
+  """The static arguments at the end of cuDNN's forward and backward rules."""
   mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
   return (
       q_HND.shape[-1] ** -0.5, _SEED, _DROPOUT, _NO_BIAS, mask, _LAYOUT,
@@ -31,7 +31,7 @@ def _settings(q_HND, causal: bool):
 
 
 def _grouped(x_HND, heads: int):
-  """[K·R, ...] as [K, R, ...]: key heads are batch entries."""
+  """[K·R, ...] as [K, R, ...]: key heads become batch entries."""
   return x_HND.reshape(heads, -1, *x_HND.shape[1:])
 
 
@@ -70,10 +70,10 @@ def backward(
 
 
 def with_delta(d_out_HND, delta_HN):
-  """(ȯ, out) with Σ ȯ · out = δ: out = δ ȯ / ‖ȯ‖².
+  """(d_out, out) with Σ d_out · out = δ, namely out = δ d_out / ‖d_out‖².
 
-  A row of zeros has no such output; where its δ is not zero, as only the
-  cotangent of a log-sum-exp makes it, it becomes a row of 2⁻⁶⁰ and zeros.
+  A row of zeros has no such output. If its δ is not zero, which happens if only
+  the log-sum-exp has a cotangent, d_out becomes a row of one 2⁻⁶⁰ and zeros.
   """
   first_D = jnp.arange(d_out_HND.shape[-1]) == 0
   tiny_D = jnp.where(first_D, _TINY, 0).astype(d_out_HND.dtype)

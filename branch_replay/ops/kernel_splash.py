@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The splash attention kernel of JAX, for TPU, as `attention_stretches` asks.
+"""JAX's splash attention kernel for TPU, as `attention_stretches` calls it.
 
-Its backward kernels are called one by one, because they take any log-sum-exp
-and any δ, those of an attention to more keys than they are given too; the
-differentiable function around them uses its own. They have no scale, so
+Its backward kernels are called directly, because they accept any log-sum-exp
+and δ, also those of attention to more keys than they are given; the library's
+differentiable function computes its own. The kernels do not scale scores, so
 queries are scaled before, in their dtype.
 """
 
@@ -25,13 +25,13 @@ _ALL = mask_info.MaskInfo(None, None, None, None, None)
 
 
 def unit() -> int:
-  """What numbers of rows and keys must be multiples of."""
+  """Number that counts of rows and keys must be multiples of."""
   return splash.NUM_LANES
 
 
 @functools.lru_cache(maxsize=64)
 def _causal(rows: int, keys: int, row_block: int, key_block: int, dkv: bool):
-  """The lower triangle in blocks, alike for all heads, and its function."""
+  """The lower triangle in blocks, the same for all heads, and its function."""
   process = mask_info.process_mask_dkv if dkv else mask_info.process_mask
   mask = masks.MultiHeadMask([masks.CausalMask((rows, keys))])
   return process(mask, (row_block, key_block), head_shards=1, q_seq_shards=1)

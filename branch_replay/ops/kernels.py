@@ -1,15 +1,15 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of attention runs.
+"""Chooses the implementation of attention.
 
 "loops" is plain XLA (`attention_loops`) and runs everywhere. The others are
-kernels that ship with JAX; `attention_stretches` calls them:
+kernels that ship with JAX, called by `attention_stretches`:
 
   splash  TPU, bfloat16 and float32 (`kernel_splash`);
   cudnn   NVIDIA GPUs, bfloat16 (`kernel_cudnn`).
 
-"auto" is the kernel of the platform where it takes the dtype and the width of
-the heads, and the loops where it does not.
+"auto" is the kernel of the platform if it supports the dtype and the width of
+the heads, and the loops otherwise.
 """
 
 from typing import Literal
@@ -27,8 +27,8 @@ class Kernel(NamedTuple):
 
   Attributes:
     name: "splash" or "cudnn".
-    interpret: whether Pallas runs it instruction by instruction, on any
-      platform and slowly.
+    interpret: whether Pallas interprets it, which works on any platform and is
+      slow.
   """
 
   name: str
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
 
 class _Fit(NamedTuple):
-  """What a kernel takes: head widths are multiples up to a largest one."""
+  """What a kernel supports; head widths are multiples up to a largest one."""
 
   platform: str
   dtypes: tuple[str, ...]
@@ -52,7 +52,7 @@ _FITS = {
 
 
 def check_name(name: str):
-  """Raises ValueError for an implementation that does not exist."""
+  """Raises ValueError for an unknown implementation."""
   if name not in get_args(Name):
     raise ValueError(
         f"Unknown attention {name!r}: use one of {', '.join(get_args(Name))}."
@@ -60,7 +60,7 @@ def check_name(name: str):
 
 
 def platform(device=None) -> str:
-  """"cpu", "tpu", "cuda" or "rocm": of a device, by default of the first."""
+  """"cpu", "tpu", "cuda" or "rocm": of a device, or of the first one."""
   device = jax.devices()[0] if device is None else device
   if device.platform != "gpu":
     return device.platform
@@ -71,18 +71,18 @@ def choose(name: str, where: str, dtype, head_dim: int) -> Kernel | None:
   """The kernel that a name means on a platform.
 
   Args:
-    name: "auto", "loops", or a kernel's. On a CPU a Pallas kernel that is named
+    name: "auto", "loops", or the name of a kernel. On a CPU a Pallas kernel
       runs in Pallas's interpreter, which is for tests.
-    where: as from `platform`.
-    dtype: of queries, keys and values.
-    head_dim: their width.
+    where: a platform, as `platform` returns it.
+    dtype: dtype of queries, keys and values.
+    head_dim: width of a head.
 
   Returns:
     The kernel, or None for the loops.
 
   Raises:
-    ValueError: the kernel that is named does not run there, or does not take
-      these arrays.
+    ValueError: the named kernel does not run on the platform, or does not
+      support these arrays.
   """
   check_name(name)
   if name == "loops":
@@ -109,7 +109,7 @@ def choose(name: str, where: str, dtype, head_dim: int) -> Kernel | None:
 
 
 def _misfits(fit: _Fit, dtype, head_dim: int, interpret=False) -> list[str]:
-  """What is wrong with a kernel's arguments, in words."""
+  """What a kernel does not support of these arguments, in words."""
   misfits = []
   if jnp.dtype(dtype).name not in fit.dtypes:
     misfits.append(

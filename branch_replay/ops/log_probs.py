@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs of given tokens without ever holding [tokens, vocabulary]."""
+"""Log-probs of given tokens without an array of [tokens, vocabulary]."""
 
 import functools
 from typing import Any
@@ -14,20 +14,21 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 
-# Kept by the engine when it recomputes a readout: N numbers that spare one
-# pass over the vocabulary.
+# Name of the residual the engine keeps when it recomputes a readout: N numbers
+# that save one pass over the vocabulary.
 LOG_SUM_EXP = "log_sum_exp"
 
-# [512 tokens, 2048 ids] of float32 logits are 4 MiB, a share of the last cache.
+# ids; float32 logits of 512 tokens are then 4 MiB, which fits in a cache.
 _CHUNK = 2048
 
 
 class Columns(NamedTuple):
-  """Where the columns of the head are, when each device has some of them.
+  """How to gather the head's columns if each device has some of them.
 
   Attributes:
-    layout: with `gather` and `reduce`, see `branch_replay.layout`.
-    path: of the table among the parameters.
+    layout: the layout, whose `gather` and `reduce` are used; see
+      `branch_replay.layout`.
+    path: path of the table among the parameters.
   """
 
   layout: Any
@@ -59,24 +60,27 @@ def chunked(
     hidden_NM, table_VM, targets_N, *, temperature=1.0, vocab_size=None,
     chunk=_CHUNK, columns: Columns | None = None,
 ):
-  """log p(target) = zₜ/τ − log Σᵥ exp(zᵥ/τ), z = hidden · tableᵀ.
+  """log p(target) = zₜ/τ − log Σᵥ exp(zᵥ/τ), with z = hidden · tableᵀ.
 
-  The vocabulary goes by in chunks, forward and backward; the backward pass
-  computes the logits again from the saved log-sum-exp, with a cotangent of its
-  own for every token.
+  The vocabulary is processed in chunks, forward and backward. The backward pass
+  computes the logits again from the saved log-sum-exp; every token has its own
+  cotangent.
 
   Args:
     hidden_NM: hidden states after the final norm.
     table_VM: the head, or this device's columns of it.
-    targets_N: i32 ids; the result of an id outside [0, vocab_size) is NaN.
-    temperature: τ > 0, the one the tokens were sampled at.
-    vocab_size: rows of the table that are real tokens; the rest, padding, take
-      no part. None means all.
-    chunk: ids at a time; need not divide the vocabulary.
-    columns: where the table's columns are; None has all of them here.
+    targets_N: i32 ids. For an id outside [0, vocab_size) the result is NaN.
+    temperature: τ > 0, the temperature the tokens were sampled at.
+    vocab_size: number of rows of the table that are real tokens; the others are
+      padding and ignored. None for all.
+    chunk: ids in a chunk; it need not divide the vocabulary.
+    columns: how to gather the table's columns; None if all are here.
 
   Returns:
     log_probs_N, at least float32.
+
+  Raises:
+    ValueError: vocab_size is larger than the table, or not positive.
   """
   chex.assert_rank([hidden_NM, table_VM, targets_N], [2, 2, 1])
   vocab_size = table_VM.shape[0] if vocab_size is None else vocab_size

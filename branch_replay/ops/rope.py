@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding with the published long-context scalings.
 
-At position 2²² the rounding of a float32 angle is a quarter of a radian. So an
-angle is never made as a float32 product: positions and frequencies are
-multiplied as integers, a frequency being a number of turns with 64 bits behind
-the point, and whole turns fall off.
+At position 2²² the rounding error of a float32 angle is a quarter of a radian.
+So angles are not computed as float32 products. A frequency is stored in turns,
+as an integer with 64 bits behind the point, and multiplied by the position in
+integer arithmetic, in which whole turns drop out.
 """
 
 import fractions
@@ -27,21 +27,22 @@ _LOW_HALF = np.uint32((1 << _HALF) - 1)
 def frequencies(
     head_dim: int, theta: float, scaling: config_lib.RopeScaling | None
 ) -> tuple[np.ndarray, float]:
-  """Inverse frequencies and the factor on cos and sin.
+  """Inverse frequencies, and the factor on cos and sin.
 
-  θᵢ = theta^(−2i/head_dim), then scaled as the scaling's paper says. Computed
-  as transformers does, in its order and rounded to float32 after every step:
-  far out the model that was trained is that of the rounded frequencies. (Of
-  the powers that torch's vector instructions make, one in a hundred is rounded
-  the other way, and not the same ones on every processor.)
+  θᵢ = theta^(−2i/head_dim), then scaled as the scaling's paper says. The
+  computation follows transformers, in the same order and with a rounding to
+  float32 after every step, because models were trained with these rounded
+  frequencies, which matters at large positions. (Of the powers that torch's
+  vector instructions compute, one in a hundred is rounded the other way, and
+  not the same ones on every processor.)
 
   Args:
     head_dim: D, even.
     theta: base.
-    scaling: one of the classes in `config`, or None.
+    scaling: one of the scalings of `config`, or None.
 
   Returns:
-    float32 [D/2] radians per position, and the attention factor (1 unless
+    float32 [D/2] in radians per position, and the attention factor (1 unless
     YaRN).
   """
   exponent_H = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(
@@ -63,8 +64,8 @@ def frequencies(
       raise ValueError(f"Unknown RoPE scaling {scaling!r}.")
 
 
-# Below a Python number is rounded to float32 where it meets an array; torch
-# divides a number by an array as the number times the reciprocals.
+# Below, Python numbers are rounded to float32 where they meet an array, and a
+# number divided by an array is the number times reciprocals, as in torch.
 
 
 def _llama3(inverse_H, scaling):
@@ -116,7 +117,7 @@ def _yarn_attention_factor(scaling):
 
 
 def score_factor(scaling: config_lib.RopeScaling | None) -> float:
-  """What latent layers multiply their scores by; 1 unless YaRN says so.
+  """Factor on the scores of latent layers; 1 unless YaRN sets it.
 
   Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
   """
@@ -128,17 +129,17 @@ def score_factor(scaling: config_lib.RopeScaling | None) -> float:
 
 
 def angles(positions_GT, inverse_H, dtype):
-  """Position · frequency less whole turns, radians in [−π, π), [G, T, D/2].
+  """position · frequency without whole turns, in [−π, π) radians, [G, T, D/2].
 
-  Off by the roundings on the way from an integer to the result and by 2⁻⁶⁵
-  turns a position, at any i32 position.
+  The error is that of the conversion to the result's dtype and 2⁻⁶⁵ turns per
+  position, at any i32 position.
 
   Args:
     positions_GT: i32.
-    inverse_H: of `frequencies`, a constant.
-    dtype: of the result, at least float32.
+    inverse_H: frequencies of `frequencies`, a constant.
+    dtype: dtype of the result, at least float32.
   """
-  # Turns a position, in units of 2⁻⁶⁴, as two words.
+  # Turns per position in units of 2⁻⁶⁴, as two words.
   scale = fractions.Fraction(_TURNS_A_RADIAN, 1 << 64)
   turns = [
       round(fractions.Fraction(float(x)) * scale) % (1 << 64)
@@ -150,18 +151,18 @@ def angles(positions_GT, inverse_H, dtype):
   )
   at_GT1 = positions_GT[..., None]
   word_GT1 = at_GT1.astype(jnp.uint32)
-  # Of the product modulo 2⁶⁴ the high word: turns in units of 2⁻³².
+  # The high word of the product modulo 2⁶⁴: turns in units of 2⁻³².
   high_GTH = word_GT1 * high_11H + _high_word(word_GT1, low_11H)
-  # As a word a negative position is 2³² more than it is.
+  # As an unsigned word a negative position is too large by 2³².
   high_GTH -= jnp.where(at_GT1 < 0, low_11H, np.uint32(0))
   signed_GTH = lax.bitcast_convert_type(high_GTH, jnp.int32).astype(dtype)
-  if dtype == jnp.float64:  # has digits for the low word too
+  if dtype == jnp.float64:  # float64 has room for the low word too
     signed_GTH += (word_GT1 * low_11H).astype(dtype) * 2.0**-32
   return signed_GTH * np.asarray(2 * math.pi * 2.0**-32, dtype)
 
 
 def _high_word(a, b):
-  """⌊a b / 2³²⌋ of u32, by halves, of which no sum overflows."""
+  """⌊a b / 2³²⌋ of u32 numbers, by halves, of which no sum overflows."""
   high_a, low_a = a >> _HALF, a & _LOW_HALF
   high_b, low_b = b >> _HALF, b & _LOW_HALF
   first = high_a * low_b + ((low_a * low_b) >> _HALF)
@@ -172,20 +173,20 @@ def _high_word(a, b):
 def rotate(
     x_GTND, positions_GT, *, theta: float, scaling=None, dim: int | None = None
 ):
-  """Rotates each head's two halves by position · frequency.
+  """Rotates the two halves of each head by position · frequency.
 
   (x₁, x₂) ↦ (x₁ cos φ − x₂ sin φ, x₂ cos φ + x₁ sin φ), φ = tθᵢ, where x₁ and
-  x₂ are the first and second half of the head (the Hugging Face layout).
-  cos and sin are within 10⁻⁶ of those of the frequencies in exact arithmetic,
-  at any position, in float32 and whatever is narrower; see `angles`.
+  x₂ are the first and second half of the head, as in Hugging Face models. In
+  float32 and narrower dtypes cos and sin are within 10⁻⁶ of those of the
+  frequencies in exact arithmetic, at any position; see `angles`.
 
   Args:
     x_GTND: branches, tokens, heads, head_dim.
     positions_GT: i32 absolute positions.
     theta: base.
     scaling: see `frequencies`.
-    dim: how many of a head's numbers are rotated, the first ones, as if they
-      were the head; None for all.
+    dim: only the first `dim` numbers of a head are rotated, as if they were the
+      whole head; None for all.
 
   Returns:
     Like x_GTND, in its dtype.

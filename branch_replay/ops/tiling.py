@@ -13,7 +13,7 @@ import jax.numpy as jnp
 # shared: smaller tiles spend their time in dispatch, larger ones gain nothing.
 FORWARD_ROWS, FORWARD_COLUMNS = 1536, 512
 BACKWARD_ROWS, BACKWARD_COLUMNS = 1024, 512
-CACHE_COLUMNS = 64  # of all rows and heads at once, copied to be multiplied
+CACHE_COLUMNS = 64  # of all rows and heads at once
 _VECTOR = 8  # sizes are multiples of a vector register of float32
 
 
@@ -37,13 +37,19 @@ class Even(NamedTuple):
 
 
 def even(length: int, at_most: int, unit: int = _VECTOR) -> Even:
-  """Nearly equal tiles of at most `at_most`, with the least padding."""
+  """Cuts an axis into nearly equal tiles, with the least padding.
+
+  Args:
+    length: length of the axis.
+    at_most: largest size of a tile.
+    unit: number that sizes are multiples of.
+  """
   count = _ceil(length, at_most)
   return Even(count, min(_round_up(_ceil(length, count), unit), at_most))
 
 
 def pad(x, axis: int, length: int, value=0.0):
-  """Pads one axis of x at its end; nothing where it already fits."""
+  """Pads one axis of x at its end to `length`."""
   if x.shape[axis] == length:
     return x
   widths = [(0, 0)] * x.ndim
@@ -52,34 +58,34 @@ def pad(x, axis: int, length: int, value=0.0):
 
 
 def _indices(x, at):
-  # One integer type, whatever mix of i32 lengths and x64 counters it is.
+  # One integer type, because i32 lengths and x64 counters are mixed.
   at = (*at, *(0,) * (x.ndim - len(at)))
   return tuple(jnp.asarray(index, jnp.int32) for index in at)
 
 
 def read(x, at, size: int):
-  """x[at[0], ..., at[-1] : at[-1] + size]: scalars lead, then one window."""
+  """x[at[0], ..., at[-1] : at[-1] + size]: one index per leading axis."""
   shape = (1,) * (len(at) - 1) + (size,) + x.shape[len(at):]
   window = lax.dynamic_slice(x, _indices(x, at), shape)
   return window.reshape(shape[len(at) - 1 :])
 
 
 def read_cache(x_LKGSD, layer, start, size: int):
-  """x[layer, :, :, start : start + size], one window of every row."""
+  """x[layer, :, :, start : start + size]: the same slots of every row."""
   shape = (1, *x_LKGSD.shape[1:3], size, x_LKGSD.shape[4])
   at = _indices(x_LKGSD, (layer, 0, 0, start))
   return lax.dynamic_slice(x_LKGSD, at, shape)[0]
 
 
 def read_stretch(x_LKPD, layer, start, size: int):
-  """x[layer, :, start : start + size], of all heads."""
+  """x[layer, :, start : start + size]: the same positions of all heads."""
   shape = (1, x_LKPD.shape[1], size, x_LKPD.shape[3])
   at = _indices(x_LKPD, (layer, 0, start))
   return lax.dynamic_slice(x_LKPD, at, shape)[0]
 
 
 def add_stretch(x_LKPD, layer, start, window_KBD):
-  """x with `window` added where `read_stretch` would read it from."""
+  """x with `window` added where `read_stretch` reads it."""
   old = read_stretch(x_LKPD, layer, start, window_KBD.shape[1])
   new = (old.astype(window_KBD.dtype) + window_KBD).astype(x_LKPD.dtype)
   at = _indices(x_LKPD, (layer, 0, start))
@@ -87,22 +93,23 @@ def add_stretch(x_LKPD, layer, start, window_KBD):
 
 
 def write(x, at, window):
-  """x with `window` at the place `read` would read it from."""
+  """x with `window` written where `read` reads it."""
   window = window.reshape((1,) * (len(at) - 1) + window.shape)
   return lax.dynamic_update_slice(x, window.astype(x.dtype), _indices(x, at))
 
 
 def add(x, at, window):
-  """x with `window` added at the place `read` would read it from."""
+  """x with `window` added where `read` reads it."""
   old = read(x, at, window.shape[0]).astype(window.dtype)
-  return write(x, at, old + window)  # rounded to a narrower x once
+  return write(x, at, old + window)  # rounded once if x is narrower
 
 
-class Columns:
+class PrefixTiles:
   """Tiles over the positions of a prefix state of any capacity.
 
-  The last tile is moved back to end at the capacity; `seen` hides from it the
-  positions that the tile before has read.
+  If sizes do not divide the capacity, the last tile is moved back so that it
+  ends at the capacity; `seen` hides the positions that the tile before has
+  read.
   """
 
   def __init__(self, capacity: int, at_most: int):
@@ -113,7 +120,7 @@ class Columns:
     return jnp.minimum(j * self.size, self._last)
 
   def count(self, length):
-    """Tiles that hold the first `length` positions."""
+    """Number of tiles that hold the first `length` positions."""
     return _ceil(length, self.size)
 
   def holding(self, position):
@@ -123,7 +130,7 @@ class Columns:
   def seen(self, j, length, lowest_N=None):
     """[1, B]: which positions of tile j are real and not read before.
 
-    With the lowest position that each row may see, [N, B].
+    With `lowest_N`, the lowest position that each row may see, [N, B].
     """
     position = self._start(j) + jnp.arange(self.size)
     seen = ((position >= j * self.size) & (position < length))[None]
@@ -144,12 +151,12 @@ class Columns:
 
 
 class Blocks(NamedTuple):
-  """Blocks of a segment that see themselves whole, and all before.
+  """Blocks of tokens; a query sees all of its own block and all before it.
 
   Attributes:
     size: B, tokens of a block.
-    start: i32, the first token of the first block; those before are causal.
-    lengths_G: i32, real tokens of each branch; a block does not see the others.
+    start: i32, first token of the first block; tokens before it are causal.
+    lengths_G: i32, real tokens of each branch; others are not seen.
   """
 
   size: int
@@ -172,9 +179,10 @@ class Blocks(NamedTuple):
 class Causal(NamedTuple):
   """The lower triangle of a segment's scores, cut into tiles by `causal`.
 
-  One row tile holds `row` tokens of R query heads, R·row rows; a column tile
-  covers row · rows_per_column tokens, so that the diagonal falls on tile
-  corners. Of these every `stride`-th is a key that is here, `column` keys.
+  A row tile holds `row` tokens of R query heads, R·row rows. A column tile
+  covers row · rows_per_column tokens, so that the diagonal meets tiles at their
+  corners. Every `stride`-th of these tokens has its key on this device,
+  `column` keys.
   """
 
   repeats: int
@@ -189,7 +197,7 @@ class Causal(NamedTuple):
 
   @property
   def keys(self) -> int:
-    """Keys that are here, padding included."""
+    """Number of keys on this device, padding included."""
     return self.padded // self.stride
 
   @property
@@ -215,7 +223,7 @@ class Causal(NamedTuple):
     return jnp.tile(seen, (self.repeats, 1))
 
   def columns(self, i, window=None, blocks=None):
-    """(first, end) of the column tiles that row tile i sees keys of."""
+    """(first, end) of the column tiles with keys that row tile i sees."""
     end = i // self.rows_per_column + 1  # stops at the diagonal
     if blocks is not None:
       tokens = self.row * self.rows_per_column
@@ -255,7 +263,15 @@ class Causal(NamedTuple):
 def causal(
     tokens: int, repeats: int, rows: int, columns: int, stride: int = 1
 ) -> Causal:
-  """Tiles of at most about `rows` by `columns` for R query heads a key head."""
+  """Cuts a segment's scores into tiles.
+
+  Args:
+    tokens: T.
+    repeats: R, query heads per key head.
+    rows: about the largest number of rows of a tile.
+    columns: about the largest number of columns of a tile.
+    stride: every `stride`-th key is on this device.
+  """
   count = _ceil(tokens, columns * stride)
   column = _ceil(tokens, count)
   per_column = _ceil(repeats * column, max(rows, repeats))

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages: how much better than expected an answer, or a token, was.
 
-A group whose rewards are all the same says nothing, and its advantages are 0
-to the last bit. "The same" means a spread of at most four roundings of the
-largest reward, in the dtype they are given in (at least float32): a sum that
-was taken in another order is not a better answer.
+A group whose rewards are all equal is *dead*: nothing can be learnt from it,
+and its advantages are exactly 0. Rewards are equal if they differ by at most
+four roundings of the largest one, in the dtype they are given in (at least
+float32), so that a sum taken in another order does not count as a better
+answer.
 """
 
 import jax
@@ -27,13 +28,14 @@ def group_relative(
 
   Args:
     rewards_G: rewards of a group, [..., G].
-    mask_G: bool[..., G], the branches that are there; None for all.
+    mask_G: bool[..., G], false for branches that are padding; None for all
+      true.
     normalize: False for rᵢ − mean r, arXiv 2503.20783.
     epsilon: ε ≥ 0.
-    ddof: std divides by n − ddof: 1, or 0.
+    ddof: the standard deviation divides by n − ddof, where ddof is 0 or 1.
 
   Returns:
-    [..., G], at least float32; 0 for a dead group, one branch, or padding.
+    [..., G], at least float32; 0 for a dead group, a single branch, or padding.
 
   Raises:
     ValueError: an ε below 0, or a ddof that is not 0 or 1.
@@ -54,10 +56,11 @@ def leave_one_out(rewards_G, mask_G=None) -> jax.Array:
 
   Args:
     rewards_G: rewards of a group, [..., G].
-    mask_G: bool[..., G], the branches that are there; None for all.
+    mask_G: bool[..., G], false for branches that are padding; None for all
+      true.
 
   Returns:
-    [..., G], at least float32; 0 for a dead group, one branch, or padding.
+    [..., G], at least float32; 0 for a dead group, a single branch, or padding.
 
   Example:
     >>> leave_one_out([3.0, 0.0, 0.0]).tolist()
@@ -71,9 +74,9 @@ def leave_one_out(rewards_G, mask_G=None) -> jax.Array:
 
 
 def is_dead(rewards_G, mask_G=None) -> jax.Array:
-  """bool[...]: whether a group's rewards are all the same, see the module.
+  """bool[...]: whether all rewards of a group are equal, see the module.
 
-  A group of one branch, or of none, is dead.
+  A group of one branch, or of none, is dead. Arguments as of `leave_one_out`.
   """
   return _flat(*_prepared(rewards_G, mask_G))[..., 0]
 
@@ -82,16 +85,16 @@ def whiten(values_GT, mask_GT, *, epsilon: float = 1e-8) -> jax.Array:
   """(x − mean x) / (std x + ε) over all entries of the mask together.
 
   Args:
-    values_GT: of any shape.
+    values_GT: x, of any shape.
     mask_GT: bool, of the same shape.
     epsilon: ε ≥ 0.
 
   Returns:
     Like values_GT, at least float32. Entries outside the mask stay as they are,
-    and so does a single one inside; entries that are all the same become 0.
+    and so does a single entry inside; entries that are all equal become 0.
 
   Raises:
-    ValueError: different shapes.
+    ValueError: values and mask have different shapes.
   """
   if jnp.shape(values_GT) != jnp.shape(mask_GT):
     raise ValueError(
@@ -115,24 +118,23 @@ def gae(
 
     δₜ = rₜ + γ Vₜ₊₁ − Vₜ,   Aₜ = δₜ + γλ Aₜ₊₁,   Rₜ = Aₜ + Vₜ
 
-  t + 1 is the next token of the mask: tokens outside it, padding or text that
-  was not sampled, take no step in time and their rewards and values are not
-  read.
+  t + 1 is the next token inside the mask. Tokens outside it (padding, or text
+  that was not sampled) are skipped: their rewards and values are not read.
 
   Args:
-    rewards_GT: r of every token; an outcome reward sits on the last one.
+    rewards_GT: r of every token; a reward of the whole answer is on its last.
     values_GT: V before every token.
     mask_GT: bool[..., G, T].
     discount: γ in [0, 1].
     trace: λ in [0, 1].
-    bootstrap_G: V after the last token, for answers that were cut off; None
-      for 0, which is right for those that ended.
+    bootstrap_G: V after the last token, for answers that were truncated; None
+      for 0, which is right for answers that ended.
 
   Returns:
     (advantages_GT, returns_GT), 0 outside the mask.
 
   Raises:
-    ValueError: different shapes, or γ or λ outside [0, 1].
+    ValueError: shapes differ, or γ or λ is outside [0, 1].
   """
   for name, value in (("discount", discount), ("trace", trace)):
     if not 0 <= value <= 1:
@@ -177,17 +179,19 @@ def gae(
 
 
 def check_rewards(rewards_G, shape: tuple[int, ...]) -> np.ndarray:
-  """Rewards as an array, once they are known to be numbers. Not under `jit`.
+  """Rewards as an array, after checking that they are finite numbers.
+
+  Not for use under `jit`.
 
   Args:
     rewards_G: what a reward function returned.
-    shape: of the branches, (G,) or (groups, G).
+    shape: shape they must have, (G,) or (groups, G).
 
   Returns:
     The rewards, float32 or float64.
 
   Raises:
-    ValueError: another shape, another type, NaN or infinity.
+    ValueError: another shape, values that are not numbers, NaN or infinity.
   """
   rewards_G = np.asarray(rewards_G)
   if rewards_G.shape != tuple(shape):
@@ -205,8 +209,8 @@ def check_rewards(rewards_G, shape: tuple[int, ...]) -> np.ndarray:
         f"{rewards_G[first]}. A reward that failed has to be replaced or its "
         "answer masked before advantages are taken."
     )
-  keep = rewards_G.dtype if rewards_G.dtype == np.float64 else np.float32
-  return rewards_G.astype(keep)
+  dtype = rewards_G.dtype if rewards_G.dtype == np.float64 else np.float32
+  return rewards_G.astype(dtype)
 
 
 def _prepared(rewards_G, mask_G):
@@ -225,9 +229,10 @@ def _prepared(rewards_G, mask_G):
 
 
 def _check_finite(rewards_G, mask_G):
-  """Raises ValueError for what is not finite inside of the mask.
+  """Raises ValueError for NaN or infinity inside the mask.
 
-  Under `jit` values are unknown: `check_rewards` is for before it.
+  Under `jit` values are unknown and nothing is checked; call `check_rewards`
+  before.
   """
   if isinstance(rewards_G, jax.core.Tracer) or isinstance(
       mask_G, jax.core.Tracer
@@ -252,7 +257,7 @@ def _extremes(x_G, mask_G):
 
 
 def _flat(x_G, mask_G):
-  """[..., 1]: whether the masked entries are the same, see the module."""
+  """[..., 1]: whether the masked entries are equal, see the module."""
   low_G1, high_G1 = _extremes(x_G, mask_G)
   largest_G1 = jnp.maximum(jnp.abs(low_G1), jnp.abs(high_G1))
   rounding = _ROUNDINGS * jnp.finfo(x_G.dtype).eps
@@ -262,7 +267,7 @@ def _flat(x_G, mask_G):
 def _centred(x_G, mask_G):
   """x − mean x, 0 outside of the mask."""
   low_G1, _ = _extremes(x_G, mask_G)
-  # Values close together keep their digits: the difference is exact.
+  # The difference of values close together is exact.
   above_G = jnp.where(mask_G, x_G - low_G1, 0)
   count_G1 = jnp.maximum(jnp.sum(mask_G, axis=-1, keepdims=True), 1)
   mean_G1 = jnp.sum(above_G, axis=-1, keepdims=True) / count_G1

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What shapes and names the losses accept; nothing here needs values."""
+"""Checks of shapes and names that the losses share; they work under `jit`."""
 
 from typing import get_args
 
@@ -24,7 +24,7 @@ def check_mask(mask_GT, **arrays):
 
 
 def check_choice(field: str, value, allowed):
-  """Raises ValueError for a value that is not in a Literal."""
+  """Raises ValueError for a value that the given Literal does not allow."""
   if value not in get_args(allowed):
     raise ValueError(
         f"Unknown {field} {value!r}: use one of {', '.join(get_args(allowed))}."
@@ -32,7 +32,7 @@ def check_choice(field: str, value, allowed):
 
 
 def by_token(advantages, mask_GT):
-  """Advantages of branches, [..., G], or of tokens as [..., G, T]; masked.
+  """Advantages per branch, [..., G], or per token, as [..., G, T]; 0 outside.
 
   Raises:
     ValueError: neither shape.

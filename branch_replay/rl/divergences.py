@@ -2,20 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates of KL(π_θ ‖ π_ref) from sampled tokens, and the entropy.
 
-With δ = log π_θ − log π_ref at a token drawn from π_θ, k1, k2, k3 are the
+Let δ = log π_θ − log π_ref at a token drawn from π_θ. k1, k2 and k3 are the
 estimators of J. Schulman (http://joschu.net/blog/kl-approx.html). A good
-estimate of the value need not have a good gradient: as a loss the sampled token
-is held fixed, and what its gradient is in the mean is a property of its own
-(arXiv 2506.09477). For one token, with x drawn from π_θ itself:
+estimate of the value does not imply a good gradient: in a loss the sampled
+token is held fixed, and the mean of that gradient is another matter
+(arXiv 2506.09477). For one token drawn from π_θ:
 
-         value            gradient of the mean as a loss
+         value            mean gradient when used as a loss
   k1     unbiased         0: it only adds noise
   k2     biased           ∇ KL(π_θ ‖ π_ref), the reverse KL
   k3     unbiased, ≥ 0    ∇ KL(π_ref ‖ π_θ), the forward KL
 
-k1 belongs into the reward, where the policy gradient weighs it. Token losses
-do not tell a token what it does to the divergence of later ones, and under
-samples of an older policy none of the gradients is exact.
+So k1 belongs in the reward, where the policy gradient weighs it. Losses per
+token ignore the effect of a token on the divergence of later ones, and if the
+samples are of an older policy none of these gradients is exact.
 """
 
 from typing import Literal
@@ -29,23 +29,24 @@ from branch_replay.rl import checks
 
 Estimator = Literal["k1", "k2", "k3"]
 
-# Log-probs below are read as this: log 0 then has a finite difference from any.
+# Lower log-probs count as this, so that differences from log 0 are finite.
 LEAST = -1000.0
-# Log-ratios above are exponentiated as this, with gradient 0: e²⁰ is 5e8, and
-# sums of its square over a batch are far from overflowing in float32.
+# Higher log-ratios count as this when exponentiated, with gradient 0: e²⁰ is
+# 5e8, whose squares can be summed over a batch in float32.
 LARGEST = 20.0
 
 
 def log_ratio(log_probs_GT, other_log_probs_GT, mask_GT) -> jax.Array:
-  """δ = log π_θ − log π_other of trained tokens, 0 elsewhere.
+  """δ = log π_θ − log π_other of the trained tokens, 0 elsewhere.
 
-  Masked before anything is exponentiated: a masked ratio that overflows would
-  send NaN back through a mask that comes after it. Log-probs below −1000, −∞
-  too, count as −1000: δ is finite, and 0 where both are. NaN stays NaN.
+  The mask is applied before anything is exponentiated: a masked ratio that
+  overflows would send NaN back through a mask applied later. Log-probs below
+  −1000, including −∞, count as −1000, so δ is finite, and 0 where both are. NaN
+  stays NaN.
 
   Args:
-    log_probs_GT: log π_θ at the temperature that the other's are taken at.
-    other_log_probs_GT: those of a fixed policy, through which no gradient goes.
+    log_probs_GT: log π_θ, at the temperature of the other policy's.
+    other_log_probs_GT: log π_other; it gets no gradient.
     mask_GT: bool[..., G, T], the tokens that are trained.
 
   Returns:
@@ -65,19 +66,19 @@ def log_ratio(log_probs_GT, other_log_probs_GT, mask_GT) -> jax.Array:
 
 
 def k1(log_ratio_GT) -> jax.Array:
-  """δ. Unbiased; as a loss its gradient is 0 in the mean."""
+  """δ. Unbiased; as a loss its mean gradient is 0."""
   return log_ratio_GT
 
 
 def k2(log_ratio_GT) -> jax.Array:
-  """δ² / 2. Biased; as a loss its gradient is that of the reverse KL."""
+  """δ² / 2. Biased; as a loss its mean gradient is that of the reverse KL."""
   return jnp.square(log_ratio_GT) / 2
 
 
 def k3(log_ratio_GT) -> jax.Array:
-  """exp(−δ) − 1 + δ. Unbiased and ≥ 0; as a loss that of the forward KL.
+  """exp(−δ) − 1 + δ ≥ 0. Unbiased; as a loss, gradient of the forward KL.
 
-  At most that of δ = −20, 4.9e8, with gradient 0 beyond.
+  δ below −20 counts as −20, where the estimate is 4.9e8, and has gradient 0.
   """
   log_ratio_GT = jnp.maximum(log_ratio_GT, -LARGEST)
   return jnp.expm1(-log_ratio_GT) + log_ratio_GT
@@ -87,20 +88,19 @@ def penalty(
     log_probs_GT, reference_log_probs_GT, mask_GT, *,
     estimator: Estimator = "k3",
 ) -> jax.Array:
-  """The estimate at every token, 0 outside the mask.
+  """The chosen estimate at every token, 0 outside the mask.
 
   Args:
     log_probs_GT: log π_θ.
-    reference_log_probs_GT: log π_ref, a constant.
+    reference_log_probs_GT: log π_ref; it gets no gradient.
     mask_GT: bool[..., G, T], the tokens that are trained.
-    estimator: "k1", "k2" or "k3"; for a loss see the module on what their
-      gradients are.
+    estimator: "k1", "k2" or "k3"; the module compares their gradients.
 
   Returns:
     [..., G, T], at least float32.
 
   Raises:
-    ValueError: an unknown estimator; see `log_ratio`.
+    ValueError: an unknown estimator; see also `log_ratio`.
   """
   checks.check_choice("estimator", estimator, Estimator)
   log_ratio_GT = log_ratio(log_probs_GT, reference_log_probs_GT, mask_GT)
@@ -114,8 +114,7 @@ def penalty(
 def entropy(logits_NV) -> jax.Array:
   """H = −Σᵥ pᵥ log pᵥ of softmax(logits), over the last axis.
 
-  An id at −∞ adds nothing and gets no gradient; a row of nothing else has
-  entropy 0.
+  An id at −∞ adds nothing and gets no gradient. If all ids are at −∞, H = 0.
 
   Args:
     logits_NV: logits or log-probs, [..., V], −∞ allowed.

@@ -1,9 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What to watch: scalars by name, of one batch, and finite if it is empty.
-
-A mean over nothing is 0.
-"""
+"""Scalars to log, by name, of one batch. A mean over nothing is 0."""
 
 import jax
 from jax import lax
@@ -16,7 +13,7 @@ from branch_replay.rl import surrogates
 
 
 def mean(values, mask) -> jax.Array:
-  """Mean over the entries of the mask; what lies outside is not read."""
+  """Mean over the entries of the mask; entries outside are not read."""
   values = jnp.where(mask, values, 0)
   return jnp.sum(values) / jnp.maximum(jnp.sum(mask), 1)
 
@@ -28,17 +25,18 @@ def ratios(
   """How far the policy has moved from the one that sampled.
 
   Args:
-    log_ratio_GT: log r, `PolicyLoss.log_ratio`.
+    log_ratio_GT: log r, made by `PolicyLoss.log_ratio`.
     advantages: [..., G] or [..., G, T].
     mask_GT: bool[..., G, T], the tokens that are trained.
-    clip_low: those of the loss.
-    clip_high: those of the loss.
-    dual_clip: those of the loss.
+    clip_low: ε_low of the loss.
+    clip_high: ε_high of the loss.
+    dual_clip: c of the loss, or None.
 
   Returns:
-    ratio_mean, ratio_max: of r; above e²⁰ it counts as e²⁰ in everything here.
-    clipped_low, clipped_high, clipped_dual: the share of tokens that a bound
-      of `surrogates.clip_bounds` robs of their gradient: r < 1 − ε_low and
+    ratio_mean, ratio_max: mean and maximum of r, where r above e²⁰ counts as
+      e²⁰ here and below.
+    clipped_low, clipped_high, clipped_dual: shares of tokens without a gradient
+      because r is beyond a bound of `surrogates.clip_bounds`: r < 1 − ε_low and
       A < 0; r > 1 + ε_high and A > 0; r > c and A < 0.
     kl_old: mean of r − 1 − log r, an estimate of KL(π_old ‖ π_θ).
     effective_sample_size: (Σ r)² / (n Σ r²), 1 if all ratios are equal.
@@ -54,7 +52,7 @@ def ratios(
   below_GT, above_GT = log_ratio_GT < low_GT, log_ratio_GT > high_GT
   log_ratio_GT = jnp.minimum(log_ratio_GT, divergences.LARGEST)
   largest = _largest(log_ratio_GT, mask_GT)
-  # Relative to the largest, so that squares do not overflow.
+  # Divided by the largest, so that squares do not overflow.
   scaled_GT = jnp.where(mask_GT, jnp.exp(log_ratio_GT - largest), 0)
   square = jnp.sum(jnp.square(scaled_GT)) * jnp.sum(mask_GT)
   some = jnp.any(mask_GT)
@@ -73,7 +71,7 @@ def ratios(
 def kl_reference(
     log_probs_GT, reference_log_probs_GT, mask_GT
 ) -> dict[str, jax.Array]:
-  """kl_reference: mean k3 of the tokens, an estimate of KL(π_θ ‖ π_ref).
+  """The mean of k3 over tokens, an estimate of KL(π_θ ‖ π_ref).
 
   Args:
     log_probs_GT: log π_θ.
@@ -81,7 +79,7 @@ def kl_reference(
     mask_GT: bool, the tokens that count.
 
   Returns:
-    {"kl_reference": scalar}, nats a token.
+    {"kl_reference": scalar}, in nats per token.
   """
   penalty_GT = divergences.penalty(
       lax.stop_gradient(log_probs_GT), reference_log_probs_GT, mask_GT,
@@ -93,16 +91,16 @@ def kl_reference(
 def mismatch(
     log_probs_GT, sampler_log_probs_GT, mask_GT
 ) -> dict[str, jax.Array]:
-  """How well sampler and trainer agree before the first update.
+  """How well sampler and trainer agree, to be computed before the first update.
 
   Args:
-    log_probs_GT: the trainer's, under the parameters that sampled.
+    log_probs_GT: the trainer's log-probs, under the parameters that sampled.
     sampler_log_probs_GT: the sampler's, at the same temperature.
     mask_GT: bool[..., G, T], the tokens that were sampled.
 
   Returns:
-    mismatch_mean, mismatch_max: of |log p_trainer − log p_sampler|; rounding
-    if they are the same policy.
+    mismatch_mean, mismatch_max: of |log p_trainer − log p_sampler|, which is
+    rounding error if both are the same policy.
   """
   distance_GT = jnp.abs(
       divergences.log_ratio(
@@ -116,18 +114,18 @@ def mismatch(
 
 
 def rewards(rewards_G, mask_G=None) -> dict[str, jax.Array]:
-  """Rewards of groups.
+  """Statistics of the rewards of groups.
 
   Args:
     rewards_G: [..., G].
-    mask_G: bool[..., G], the branches that are there; None for all.
+    mask_G: bool[..., G], false for branches that are padding; None for all
+      true.
 
   Returns:
-    reward_mean: over answers.
-    reward_spread: standard deviation within a group, dividing by n, mean over
-      groups.
-    dead_groups: the share of groups without a preference among their answers
-      (`advantages.is_dead`).
+    reward_mean: mean over answers.
+    reward_spread: standard deviation within a group (dividing by n), averaged
+      over groups.
+    dead_groups: share of groups whose rewards are equal, `advantages.is_dead`.
   """
   rewards_G = jnp.asarray(rewards_G)
   if mask_G is None:
@@ -145,15 +143,15 @@ def rewards(rewards_G, mask_G=None) -> dict[str, jax.Array]:
 
 
 def answers(lengths_G, finished_G) -> dict[str, jax.Array]:
-  """Lengths of answers; branches of length 0 are padding.
+  """Statistics of the lengths of answers; answers of length 0 do not count.
 
   Args:
     lengths_G: i32[..., G], sampled tokens, `Rollout.lengths`.
     finished_G: bool[..., G], whether a stop id ended it, `Rollout.finished`.
 
   Returns:
-    answer_length, answer_length_max: in tokens.
-    truncated: the share of answers that did not finish.
+    answer_length, answer_length_max: mean and maximum, in tokens.
+    truncated: share of answers that did not finish.
   """
   lengths_G = jnp.asarray(lengths_G)
   there_G = lengths_G > 0

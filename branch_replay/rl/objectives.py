@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses as `branch_replay.value_and_grad` takes them: sums.
+"""Policy losses for `branch_replay.value_and_grad`: sums over branches.
 
     >>> import branch_replay as br
     >>> from branch_replay.rl import advantages, objectives
@@ -25,14 +25,14 @@
     >>> sorted(grads) == sorted(params)
     True
 
-With a `kl_coefficient` above 0 it takes `reference_log_probs` as well, as
-`br.log_probs` gives them of this group under the parameters of the reference.
+With a `kl_coefficient` above 0, `answers` also takes `reference_log_probs`:
+`br.log_probs` of this group under the reference policy's parameters.
 
-`answers` settles the weight of every token for all branches at once, so the
-loss of any part is Σ w · loss and no split changes the gradient. Objectives
-with the same constants are equal, and compile once. A loss with more to it, a
-value loss or an entropy bonus, is a function of the readout's whole output that
-calls the objective and adds sums of its own.
+`answers` computes the weight w of every token for all branches at once. The
+loss of any part is then Σ w · loss, and splitting the batch does not change the
+gradient. Objectives with the same constants are equal, and compile once. To add
+a value loss or an entropy bonus, write a function of the readout's whole output
+that calls the objective and adds sums of its own.
 """
 
 import dataclasses
@@ -53,14 +53,15 @@ Ratio = Literal["none", "token", "sequence"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Answers:
-  """What is known of each answer; constants, all with the leading axis G.
+  """The constants of a policy loss, all with the leading axis G.
 
   Attributes:
-    advantages: [..., G], or [..., G, T] for tokens of their own.
+    advantages: [..., G], or [..., G, T] for one advantage per token.
     mask: bool[..., G, T], the tokens that are trained.
-    weights: [..., G, T], of `reductions.token_weights` for the whole batch.
+    weights: [..., G, T], weights w of the tokens in the loss, computed by
+      `reductions.token_weights` for the whole batch.
     old_log_probs: [..., G, T], of the policy that sampled, at its temperature.
-    reference_log_probs: [..., G, T], of the policy to stay close to.
+    reference_log_probs: [..., G, T], of the reference policy of the KL penalty.
   """
 
   advantages: jax.Array
@@ -72,19 +73,19 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-  """Σ w (surrogate + β KL): a sum over branches, of log-probs and `Answers`.
+  """Σ w (surrogate + β KL), a sum over branches of log-probs and `Answers`.
 
   Attributes:
-    ratio: "none" for −A log π, "token" for the clipped surrogate of each
-      token's ratio, "sequence" for that of the answer's.
-    reduction: see `reductions.shares`.
+    ratio: "none" for −A log π, "token" for the clipped surrogate with a ratio
+      per token, "sequence" for one ratio per answer.
+    reduction: how tokens are averaged, see `reductions.shares`.
     max_tokens: L_max of the reduction "constant".
     clip_low: ε_low.
     clip_high: ε_high.
-    dual_clip: c, bounds the loss of tokens, or of answers, with A < 0 by c |A|;
-      None for e²⁰, see `surrogates.ppo_clip`.
+    dual_clip: c, which limits the loss of tokens (or answers) with A < 0 to
+      c |A|; None for e²⁰, see `surrogates.ppo_clip`.
     kl_coefficient: β.
-    kl_estimator: see `divergences`; its gradient differs with its name.
+    kl_estimator: see `divergences`; each estimator has another gradient.
   """
 
   ratio: Ratio
@@ -112,20 +113,20 @@ class PolicyLoss:
       self, mask_GT, advantages, *, old_log_probs=None,
       reference_log_probs=None,
   ) -> Answers:
-    """The second argument of the loss, for all branches at once.
+    """The second argument of the loss, computed for all branches at once.
 
     Args:
       mask_GT: bool[..., G, T], the tokens that are trained: `group.mask()`, or
-        less of it.
+        some of them.
       advantages: [..., G], or [..., G, T].
-      old_log_probs: where there is a ratio; `rollout.log_probs_of(group)`.
-      reference_log_probs: where there is a KL penalty.
+      old_log_probs: `rollout.log_probs_of(group)`, if the loss has a ratio.
+      reference_log_probs: log π_ref, if the loss has a KL penalty.
 
     Returns:
-      The answers, with the reduction settled.
+      The answers with their token weights.
 
     Raises:
-      ValueError: log-probs missing or without use, or shapes that do not fit.
+      ValueError: log-probs are missing or not needed, or shapes do not fit.
     """
     for name, value, wanted in (
         ("old_log_probs", old_log_probs, self.ratio != "none"),
@@ -162,14 +163,14 @@ class PolicyLoss:
     )
 
   def log_ratio(self, log_probs_GT, answers: Answers) -> jax.Array:
-    """log r of tokens, or log s of their answers; 0 outside the mask."""
+    """log r of every token, or log s of its answer; 0 outside the mask."""
     of = log_probs_GT, answers.old_log_probs, answers.mask
     if self.ratio == "sequence":
       return surrogates.sequence_log_ratio(*of)
     return divergences.log_ratio(*of)
 
   def per_token(self, log_probs_GT, answers: Answers) -> jax.Array:
-    """The loss of every token, [..., G, T], 0 outside the mask."""
+    """Unweighted loss of every token, [..., G, T], 0 outside the mask."""
     if self.ratio == "none":
       loss_GT = surrogates.reinforce(
           log_probs_GT, answers.advantages, answers.mask
@@ -188,22 +189,22 @@ class PolicyLoss:
     )
 
   def __call__(self, log_probs_GT, answers: Answers) -> jax.Array:
-    """The sum over the branches it is given, a scalar."""
+    """The sum over the given branches, a scalar."""
     return jnp.sum(answers.weights * self.per_token(log_probs_GT, answers))
 
 
 def linear(log_probs_GT, coefficients_GT) -> jax.Array:
-  """Σ c · log π with constant c: any loss, one pass later.
+  """Σ c · log π with constant c: the second of two passes, for any loss.
 
-  With c = jax.grad(loss)(log_probs_GT, ...) of a first pass over all branches,
-  its gradient is that of `loss`, and a sum over branches whatever that is. Its
-  value means nothing.
+  If a first pass over all branches gave c = jax.grad(loss)(log_probs_GT, ...),
+  then the gradient of this sum is that of `loss`, and it is a sum over branches
+  even if `loss` is not. Its value means nothing.
   """
   return jnp.sum(lax.stop_gradient(coefficients_GT) * log_probs_GT)
 
 
 def reinforce() -> PolicyLoss:
-  """Sums over tokens, mean over answers.
+  """REINFORCE: the sum over an answer's tokens, averaged over answers.
 
   With `advantages.leave_one_out` it is RLOO, arXiv 2402.14740.
   """
@@ -214,14 +215,14 @@ def ppo(
     *, clip: float = 0.2, dual_clip: float | None = surrogates.DUAL_CLIP,
     kl_coefficient: float = 0.0,
 ) -> PolicyLoss:
-  """arXiv 1707.06347, mean over tokens; with `advantages.gae`.
+  """PPO, arXiv 1707.06347: a mean over tokens, for `advantages.gae`.
 
-  `surrogates.value_loss` is added by the caller. The KL penalty of RLHF is
-  part of the reward; the one here is a loss.
+  Add `surrogates.value_loss` yourself. RLHF puts the KL penalty in the reward;
+  the one here is part of the loss.
 
   Args:
     clip: ε on both sides.
-    dual_clip: c > 1, bounds the loss of tokens with A < 0; see `PolicyLoss`.
+    dual_clip: c > 1, limits the loss of tokens with A < 0; see `PolicyLoss`.
     kl_coefficient: β.
 
   Returns:
@@ -237,9 +238,9 @@ def grpo(
     *, clip: float = 0.2, dual_clip: float | None = surrogates.DUAL_CLIP,
     kl_coefficient: float = 0.04,
 ) -> PolicyLoss:
-  """arXiv 2402.03300, equation 3; with `advantages.group_relative`.
+  """GRPO, arXiv 2402.03300, equation 3, for `advantages.group_relative`.
 
-  The paper's loss has no dual clip, and none acts while r ≤ c.
+  The paper's loss has no dual clip; it has no effect while r ≤ c.
 
   Args:
     clip: ε on both sides.
@@ -259,10 +260,12 @@ def dr_grpo(
     *, max_tokens: int, clip: float = 0.2,
     dual_clip: float | None = surrogates.DUAL_CLIP,
 ) -> PolicyLoss:
-  """arXiv 2503.20783: no bias by length; `group_relative(normalize=False)`.
+  """Dr. GRPO, arXiv 2503.20783, which has no bias by the length of answers.
+
+  For `advantages.group_relative` with normalize=False.
 
   Args:
-    max_tokens: L_max, a constant of the run and not of the batch.
+    max_tokens: L_max, the same for the whole run.
     clip: ε on both sides.
     dual_clip: c > 1, see `PolicyLoss`.
 
@@ -279,9 +282,9 @@ def dapo(
     *, clip_low: float = 0.2, clip_high: float = 0.28,
     dual_clip: float | None = surrogates.DUAL_CLIP,
 ) -> PolicyLoss:
-  """arXiv 2503.14476: a mean over tokens, clipped higher above than below.
+  """DAPO, arXiv 2503.14476: a mean over tokens, with ε_high above ε_low.
 
-  Sampling until no group is dead is up to the loop (`advantages.is_dead`).
+  Sampling until no group is dead (`advantages.is_dead`) is up to the caller.
   """
   return PolicyLoss(
       "token", "token_mean", clip_low=clip_low, clip_high=clip_high,
@@ -293,11 +296,11 @@ def gspo(
     *, clip_low: float = 3e-4, clip_high: float = 4e-4,
     dual_clip: float | None = surrogates.DUAL_CLIP,
 ) -> PolicyLoss:
-  """arXiv 2507.18071, equation 5: ratio and clipping of whole answers.
+  """GSPO, arXiv 2507.18071, equation 5: ratio and clipping of whole answers.
 
-  The ratio is a mean over the answer's tokens, so that one that is off by 200
-  takes an answer of fewer than 180 tokens past the dual clip of 3, and it has
-  no gradient.
+  The log ratio is a mean over the answer's tokens. So one token whose log ratio
+  is 200 takes an answer of fewer than 180 tokens beyond the dual clip of 3,
+  where it has no gradient.
   """
   return PolicyLoss(
       "sequence", "sequence_mean", clip_low=clip_low, clip_high=clip_high,

@@ -1,14 +1,14 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of pairs of answers: a chosen and a rejected one to the same prompt.
+"""Losses of pairs of answers to one prompt: a chosen and a rejected one.
 
-Rows 2i and 2i + 1 of a group are pair i, the chosen one first. The loss of a
-pair needs both, so under `branch_replay.value_and_grad` branches_at_once is
-even. Without that, run twice: log-probs first, then `objectives.linear` with
-jax.grad(loss)(log_probs_GT, pairs).
+Rows 2i and 2i + 1 of a group are pair i, the chosen answer first. The loss of a
+pair needs both, so `branches_at_once` must be even under
+`branch_replay.value_and_grad`. If that is impossible, run twice: first the
+log-probs, then `objectives.linear` with jax.grad(loss)(log_probs_GT, pairs).
 
-Log-probs here are those of the model, at temperature 1, whatever answers were
-sampled at.
+Log-probs here are at temperature 1, whatever temperature answers were sampled
+at.
 """
 
 import dataclasses
@@ -23,12 +23,13 @@ from branch_replay.rl import divergences
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-  """What is known of each answer; constants, all with the leading axis G.
+  """The constants of a preference loss, all with the leading axis G.
 
   Attributes:
-    mask: bool[..., G, T], the real tokens of the answers.
+    mask: bool[..., G, T], the tokens of the answers.
     reference_log_probs: [..., G, T], log π_ref.
-    weights: [..., G], of the pair a row is in: 1 / pairs, or 0.
+    weights: [..., G], weight of the pair that a row is in: 1 / number of pairs,
+      or 0 for a pair that is dropped.
   """
 
   mask: jax.Array
@@ -37,12 +38,12 @@ class Pairs:
 
   @classmethod
   def create(cls, mask_GT, reference_log_probs_GT) -> "Pairs":
-    """Settles the mean over all pairs at once, before they are split.
+    """Computes the weights for all pairs at once, before they are split.
 
-    A pair of which one answer is empty is dropped, and not counted.
+    A pair with an empty answer is dropped, and not counted.
 
     Args:
-      mask_GT: bool[..., G, T], the real tokens of the answers.
+      mask_GT: bool[..., G, T], the tokens of the answers.
       reference_log_probs_GT: log π_ref.
 
     Returns:
@@ -80,7 +81,7 @@ class Dpo:
       )
 
   def __call__(self, log_probs_GT, pairs: Pairs) -> jax.Array:
-    """The sum over the pairs it is given, a scalar; rows come in pairs."""
+    """The sum over the given pairs, a scalar; rows must come in pairs."""
     loss_N = dpo(
         margins(log_probs_GT, pairs), beta=self.beta,
         label_smoothing=self.label_smoothing,
@@ -93,7 +94,7 @@ class Ipo:
   """Σ w · `ipo`, a sum over pairs, of log-probs and `Pairs`.
 
   Attributes:
-    beta: β > 0, the paper's τ.
+    beta: β > 0, called τ in the paper.
   """
 
   beta: float = 0.1
@@ -102,18 +103,19 @@ class Ipo:
     _check_beta(self.beta)
 
   def __call__(self, log_probs_GT, pairs: Pairs) -> jax.Array:
-    """The sum over the pairs it is given, a scalar; rows come in pairs."""
+    """The sum over the given pairs, a scalar; rows must come in pairs."""
     return _weighted(ipo(margins(log_probs_GT, pairs), beta=self.beta), pairs)
 
 
 def margins(log_probs_GT, pairs: Pairs) -> jax.Array:
-  """h = log π_θ(y_w)/π_ref(y_w) − log π_θ(y_l)/π_ref(y_l) of each pair, [N].
+  """h = log π_θ(y_w)/π_ref(y_w) − log π_θ(y_l)/π_ref(y_l) of each pair.
 
-  Log-probs of whole answers are sums over their tokens.
+  y_w is the chosen answer and y_l the rejected one; the log-prob of an answer
+  is the sum over its tokens.
 
   Args:
     log_probs_GT: log π_θ of the tokens, rows in pairs.
-    pairs: the same rows.
+    pairs: the constants of the same rows.
 
   Returns:
     [..., G / 2].
@@ -132,10 +134,10 @@ def dpo(margin_N, *, beta: float, label_smoothing: float = 0.0) -> jax.Array:
   """−(1 − ε) log σ(β h) − ε log σ(−β h), arXiv 2305.18290, equation 7.
 
   Args:
-    margin_N: h, of `margins`.
+    margin_N: h, computed by `margins`.
     beta: β.
-    label_smoothing: ε, how often a label is taken to be the wrong way round;
-      the conservative DPO that arXiv 2403.00409 compares with.
+    label_smoothing: ε, the probability that a label is the wrong way round, as
+      in the conservative DPO that arXiv 2403.00409 compares with.
 
   Returns:
     The loss of each pair, [N].
@@ -149,7 +151,7 @@ def ipo(margin_N, *, beta: float) -> jax.Array:
   """(h − 1/(2β))², arXiv 2310.12036, equation 17.
 
   Args:
-    margin_N: h, of `margins`.
+    margin_N: h, computed by `margins`.
     beta: β, the paper's τ.
 
   Returns:

@@ -1,17 +1,17 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From losses of tokens to one loss, whichever way the branches are split.
+"""From losses of tokens to one loss that does not depend on the split.
 
-A mean of means depends on how answers fall into micro-batches. So there are two
-forms, and neither is a mean of a part:
+A mean of means depends on how answers are divided into micro-batches. So there
+are two forms, and neither takes the mean of a part:
 
-- `token_weights` settles the weight of every token for all answers at once;
-  then the loss of any part is a plain weighted sum, and parts add up.
-- `reduce` gives a part's sum and its weight; both add over parts, and the
-  quotient of the totals is the loss.
+- `token_weights` computes the weight of every token for all answers at once.
+  The loss of a part is then a weighted sum, and parts add up.
+- `reduce` returns a part's sum and its weight. Both add up over parts, and the
+  loss is the quotient of the totals.
 
 An answer without a trained token (empty, padding, or masked because it was
-truncated) leaves numerator and denominator alike.
+truncated) counts neither in the sum nor in the weight.
 """
 
 from typing import Literal
@@ -26,33 +26,34 @@ Reduction = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 class Total(NamedTuple):
-  """A sum of losses and what to divide it by; both add over parts."""
+  """A sum of losses and its weight; both add up over parts."""
 
   sum: jax.Array
   weight: jax.Array
 
   def mean(self) -> jax.Array:
-    """sum / weight, 0 where nothing was counted."""
+    """sum / weight; 0 if nothing was counted."""
     return self.sum / jnp.maximum(self.weight, 1)
 
 
 def shares(mask_GT, reduction: Reduction, *, max_tokens: int | None = None):
-  """How much each token counts in the sum, and the weight of the whole.
+  """The factor of each token's loss in the sum, and the weight of the whole.
 
   With |yᵢ| trained tokens of answer i, and n answers that have any:
 
-    token_mean       1            of   Σᵢ |yᵢ|
-    sequence_mean    1 / |yᵢ|     of   n
-    sequence_sum     1            of   n
-    constant         1 / L_max    of   n
+    reduction        factor       weight
+    token_mean       1            Σᵢ |yᵢ|
+    sequence_mean    1 / |yᵢ|     n
+    sequence_sum     1            n
+    constant         1 / L_max    n
 
   Args:
     mask_GT: bool[..., G, T], the tokens that are trained.
-    reduction: as above.
-    max_tokens: L_max, of "constant" and of no other.
+    reduction: one of the above.
+    max_tokens: L_max, for "constant" only.
 
   Returns:
-    share_GT, 0 outside the mask, and the weight, a scalar.
+    share_GT, the factors, 0 outside the mask, and the weight, a scalar.
 
   Raises:
     ValueError: an unknown reduction, or max_tokens missing or out of place.
@@ -72,19 +73,19 @@ def shares(mask_GT, reduction: Reduction, *, max_tokens: int | None = None):
 def token_weights(
     mask_GT, reduction: Reduction, *, max_tokens: int | None = None
 ) -> jax.Array:
-  """Weights w with loss = Σ w · loss_GT, settled for all answers given.
+  """Weights w with loss = Σ w · loss_GT, computed for all answers at once.
 
-  Computed once for the whole batch, before it is split: over micro-batches,
-  groups and devices the weighted sums then add up to the loss.
+  Compute them for the whole batch before it is split: the weighted sums of
+  micro-batches, groups and devices then add up to the loss.
 
   Args:
-    mask_GT: bool[..., G, T]; of several groups all at once, unless every group
+    mask_GT: bool[..., G, T]. Pass several groups together, unless every group
       is to have a mean of its own.
     reduction: see `shares`.
     max_tokens: see `shares`.
 
   Returns:
-    weights_GT; all 0 if there is nothing to train.
+    weights_GT; all 0 if no token is trained.
 
   Raises:
     ValueError: see `shares`.
@@ -101,10 +102,10 @@ def token_weights(
 def reduce(
     loss_GT, mask_GT, reduction: Reduction, *, max_tokens: int | None = None
 ) -> Total:
-  """The sum and the weight of one part; add those of all, then take `mean`.
+  """The sum and the weight of one part; add those of all parts, then `mean`.
 
   Args:
-    loss_GT: loss of every token; what lies outside the mask is not read.
+    loss_GT: loss of every token; entries outside the mask are not read.
     mask_GT: bool[..., G, T].
     reduction: see `shares`.
     max_tokens: see `shares`.
@@ -113,7 +114,7 @@ def reduce(
     The total of this part.
 
   Raises:
-    ValueError: see `shares`; a loss of another shape than the mask.
+    ValueError: see `shares`; also if loss and mask differ in shape.
   """
   checks.check_mask(mask_GT, loss=loss_GT)
   share_GT, weight = shares(mask_GT, reduction, max_tokens=max_tokens)

@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of tokens, one equation each; `reductions` makes one loss of them.
+"""Losses of single tokens, one equation each; `reductions` averages them.
 
-Every function returns loss_GT, 0 outside the mask, and takes everything but
-the policy's own log-probs (or values) for constants.
+Every function returns loss_GT, 0 outside the mask. Only the policy's own
+log-probs (or values) get a gradient.
 """
 
 import math
@@ -16,7 +16,7 @@ from branch_replay import config as config_lib
 from branch_replay.rl import checks
 from branch_replay.rl import divergences
 
-DUAL_CLIP = 3.0  # c, as in the paper
+DUAL_CLIP = 3.0  # c of the paper
 
 
 def reinforce(log_probs_GT, advantages, mask_GT) -> jax.Array:
@@ -24,7 +24,7 @@ def reinforce(log_probs_GT, advantages, mask_GT) -> jax.Array:
 
   Args:
     log_probs_GT: log π_θ of the tokens.
-    advantages: A, one a branch [..., G] or one a token [..., G, T].
+    advantages: A, one per branch [..., G] or one per token [..., G, T].
     mask_GT: bool[..., G, T], the tokens that are trained.
 
   Returns:
@@ -43,14 +43,16 @@ def reinforce(log_probs_GT, advantages, mask_GT) -> jax.Array:
 def sequence_log_ratio(log_probs_GT, old_log_probs_GT, mask_GT) -> jax.Array:
   """log sᵢ = 1/|yᵢ| Σₜ log π_θ(yₜ) / π_old(yₜ), at every trained token.
 
-  The length-normalised ratio of GSPO, arXiv 2507.18071. ∇sᵢ = sᵢ/|yᵢ| Σₜ
-  ∇ log π_θ(yₜ), and a loss of sᵢ alone, averaged over the tokens that carry it,
-  is that loss: with the reduction "sequence_mean" the gradient is the paper's.
+  This is the length-normalised ratio of GSPO, arXiv 2507.18071, with ∇sᵢ =
+  sᵢ/|yᵢ| Σₜ ∇ log π_θ(yₜ). All tokens of an answer carry the same sᵢ, and the
+  mean over them is sᵢ again. So with the reduction "sequence_mean" the gradient
+  is the paper's.
 
   Args:
     log_probs_GT: log π_θ of the tokens.
-    old_log_probs_GT: of the policy the tokens were sampled from, a constant.
-    mask_GT: bool[..., G, T], the tokens that are trained: |yᵢ| counts these.
+    old_log_probs_GT: log π_old, of the policy that sampled; it gets no
+      gradient.
+    mask_GT: bool[..., G, T], the tokens that are trained; |yᵢ| counts these.
 
   Returns:
     [..., G, T], the same at all trained tokens of an answer, 0 elsewhere.
@@ -78,8 +80,8 @@ def clip_bounds(
 
   Returns:
     (low_GT, high_GT): (−∞, log(1 + ε_high)) where A ≥ 0, and
-    (log(1 − ε_low), log c) where A < 0; none is above 20, where one token would
-    be a batch's whole loss, and at 89 infinite in float32.
+    (log(1 − ε_low), log c) where A < 0. No bound is above 20: beyond it one
+    token would dominate the loss of a batch, and from 89 on float32 overflows.
   """
   up_GT = advantages_GT >= 0
   dual = math.inf if dual_clip is None else math.log(dual_clip)
@@ -98,17 +100,17 @@ def ppo_clip(
 ) -> jax.Array:
   """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), arXiv 1707.06347, equation 7.
 
-  With the dual clip, arXiv 1912.09729, the loss of a token with A < 0 is at
-  most c |A|. Without it one token whose old log-prob is far too low, because it
-  is stale or was rounded, is the whole loss of a batch. Both are one clamp of
-  log r to a range that depends on the sign of A, before it is exponentiated: a
-  ratio that overflows where it is clipped sends 0 back, not NaN. A ratio on a
+  The dual clip, arXiv 1912.09729, limits the loss of a token with A < 0 to c
+  |A|. Without it a single token whose old log-prob is far too low, because it
+  is stale or was rounded, can dominate the loss of a batch. Both clips clamp
+  log r to a range that depends on the sign of A, before it is exponentiated, so
+  a clipped ratio that would overflow sends back 0 and not NaN. A ratio on a
   bound keeps its gradient.
 
   Args:
-    log_ratio_GT: log r, of tokens (`divergences.log_ratio`) or of sequences
+    log_ratio_GT: log r, of tokens (`divergences.log_ratio`) or of answers
       (`sequence_log_ratio`).
-    advantages: A, one a branch [..., G] or one a token [..., G, T].
+    advantages: A, one per branch [..., G] or one per token [..., G, T].
     mask_GT: bool[..., G, T], the tokens that are trained.
     clip_low: ε_low in [0, 1).
     clip_high: ε_high ≥ 0.
@@ -138,12 +140,12 @@ def value_loss(
 ) -> jax.Array:
   """max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) / 2.
 
-  The clipped value loss of PPO implementations, arXiv 2005.12729.
+  This is the clipped value loss of PPO implementations, arXiv 2005.12729.
 
   Args:
-    values_GT: V, differentiable.
-    old_values_GT: those of the policy that sampled, a constant.
-    returns_GT: R, a constant.
+    values_GT: V.
+    old_values_GT: V_old, of the policy that sampled; it gets no gradient.
+    returns_GT: R; it gets no gradient.
     mask_GT: bool[..., G, T], the tokens that are trained.
     clip: ε > 0; None for (V − R)² / 2.
 
@@ -175,7 +177,7 @@ def value_loss(
 
 
 def check_clip(clip_low: float, clip_high: float, dual_clip: float | None):
-  """Raises ValueError for constants out of their range."""
+  """Raises ValueError for clipping constants out of their range."""
   if not 0 <= clip_low < 1:
     raise ValueError(f"clip_low must lie in [0, 1), not {clip_low}.")
   if not clip_high >= 0:

@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution of a token, and its draw as a function of fixed noise.
+"""The distribution of a token, and drawing from it with fixed noise.
 
-The token at position t of row b is argmax(log pₜ / τ + Gumbel(key, b, t)).
-Rows and positions have keys of their own: a token does not change with the
-rows beside it, with the device it is on, or with the round it is drawn in.
+The token at position t of row b is argmax(log pₜ / τ + Gumbel(key, b, t)). The
+noise depends on key, row and position alone. So a token does not depend on the
+rows beside it, on the device, or on the round it is drawn in.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ from branch_replay import checks
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-  """The distribution tokens are drawn from.
+  """Temperature and truncation of the distribution that tokens are drawn from.
 
   Attributes:
     temperature: τ ≥ 0; 0 is greedy.
-    top_k: keep the k most likely ids; None for all.
-    top_p: keep the smallest set of most likely ids whose probability reaches
-      p; None for all.
+    top_k: only the k most likely ids are drawn; None for all.
+    top_p: only the smallest set of most likely ids whose probabilities sum to
+      at least p is drawn; None for all.
   """
 
   temperature: float = 1.0
@@ -39,14 +39,14 @@ class Law:
 
 
 def noise(key, row, position, size: int, dtype) -> jax.Array:
-  """Gumbel noise of one row and position.
+  """Gumbel noise for one row and position.
 
   Args:
-    key: of the rollout.
-    row: i32, which branch; not its place in a batch.
+    key: PRNG key of the rollout.
+    row: i32, number of the branch, not its place in a batch.
     position: i32, absolute position of the token that is drawn.
     size: V.
-    dtype: of the noise.
+    dtype: dtype of the noise.
 
   Returns:
     [size]; a function of key, row and position alone.
@@ -55,7 +55,7 @@ def noise(key, row, position, size: int, dtype) -> jax.Array:
   return jax.random.gumbel(key, (size,), dtype)
 
 
-def block_noise(law: Law, key, rows_N, positions_NT, size: int, dtype):
+def noise_of_rows(law: Law, key, rows_N, positions_NT, size: int, dtype):
   """`noise` of several rows and positions, [N, T, size]; None if greedy."""
   if not law.temperature:
     return None
@@ -67,9 +67,9 @@ def block_noise(law: Law, key, rows_N, positions_NT, size: int, dtype):
 
 
 def truncate(log_probs_NV, law: Law):
-  """Log-probs with −∞ for the ids that top-k and top-p leave out.
+  """Replaces by −∞ the log-probs of ids that top-k or top-p excludes.
 
-  Both look at the distribution they are given; an id is kept if both keep it.
+  Both look at the distribution that is passed in; an id must pass both.
   """
   if law.top_k is None and law.top_p in (None, 1.0):
     return log_probs_NV
@@ -78,9 +78,9 @@ def truncate(log_probs_NV, law: Law):
   keep_NV = jnp.ones(sorted_NV.shape, bool)
   if law.top_k is not None:
     keep_NV &= (jnp.arange(sorted_NV.shape[-1]) < law.top_k)[None]
-  if law.top_p is not None and law.top_p < 1:  # 1 less rounding keeps all
+  if law.top_p is not None and law.top_p < 1:  # 1 keeps all despite rounding
     probs_NV = jnp.exp(sorted_NV)
-    # Mass of the ids before: the one that reaches p is the last that is kept.
+    # By the mass of the ids before it: the id that reaches p is kept.
     keep_NV &= jnp.cumsum(probs_NV, axis=-1) - probs_NV < law.top_p
   rank_NV = jnp.argsort(order_NV, axis=-1)
   keep_NV = jnp.take_along_axis(keep_NV, rank_NV, axis=-1)
@@ -88,16 +88,16 @@ def truncate(log_probs_NV, law: Law):
 
 
 def draw(law: Law, logits_NV, noise_NV):
-  """argmax(truncated log p / τ + noise), a token a row.
+  """Draws a token for each row: argmax(truncated log p / τ + noise).
 
   Args:
     law: temperature and truncation.
-    logits_NV: at least float32.
-    noise_NV: of `noise`; not read if the law is greedy.
+    logits_NV: logits, at least float32.
+    noise_NV: Gumbel noise of `noise`; not read if the law is greedy.
 
   Returns:
-    i32 tokens_N, and their log-probs under the temperature and before
-    truncation; greedy ones are scored at temperature 1.
+    i32 tokens_N, and their log-probs at the temperature but before truncation;
+    greedy tokens are scored at temperature 1.
   """
   tempered_NV = logits_NV / (law.temperature or 1.0)
   log_probs_NV = jax.nn.log_softmax(tempered_NV, axis=-1)

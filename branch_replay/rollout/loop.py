@@ -1,10 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in batch buckets: finished rows are compacted away.
+"""Runs rounds until every row is finished, in smaller and smaller batches.
 
-The G rows are run together until those that are unfinished fit the next
-smaller bucket, a power of two; then they go on there. One loop is compiled for
-every bucket that is reached, and the host decides between two of them.
+The G rows run together until the unfinished ones fit the next smaller batch
+size, a power of two (a *bucket*); then these continue alone. One loop is
+compiled for every bucket that is reached, and the host decides when to go from
+one to the next.
 """
 
 from collections.abc import Mapping
@@ -20,18 +21,18 @@ import numpy as np
 from branch_replay import config as config_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import result
 from branch_replay.rollout import round as round_lib
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
 
 
 def buckets(branches: int) -> tuple[int, ...]:
-  """Batch sizes of a group: G, then every power of two below it.
+  """Batch sizes for a group: G, then every power of two below it.
 
   Example:
     >>> buckets(12)
@@ -42,14 +43,15 @@ def buckets(branches: int) -> tuple[int, ...]:
 
 
 def start(
-    model: decoder.Decoder, inputs: Inputs, drafter, branches: int, room: int
+    model: decoder.Decoder, inputs: RolloutInputs, drafter, branches: int,
+    room: int,
 ):
-  """Answers and rows of a group before its first round."""
+  """Empty answers and the rows of a group before its first round."""
   config = model.config
   memory = None
   if drafter is not None:
     memory = drafter.init(model, inputs, branches, room)
-  rows = round_lib.Rows(
+  rows = round_lib.RunningRows(
       jnp.arange(branches, dtype=jnp.int32),
       state_lib.caches(config, inputs.state.mixer, branches, room),
       memory,
@@ -60,13 +62,13 @@ def start(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
 def rounds(
-    task: Task, inputs: Inputs, drafter, answers: Rollout,
-    rows: round_lib.Rows, most_running,
+    settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
+    rows: round_lib.RunningRows, most_running,
 ):
-  """Rounds until at most `most_running` of the rows are unfinished.
+  """Runs rounds until at most `most_running` of the rows are unfinished.
 
   Returns:
-    Answers, rows, and how many rounds there were.
+    Answers, rows, and the number of rounds.
   """
   def unfinished(carry):
     answers, rows, _ = carry
@@ -75,43 +77,45 @@ def rounds(
 
   def one(carry):
     answers, rows, count = carry
-    answers, rows = round_lib.advance(task, inputs, drafter, answers, rows)
+    answers, rows = round_lib.advance(settings, inputs, drafter, answers, rows)
     return answers, rows, count + 1
 
   return lax.while_loop(unfinished, one, (answers, rows, jnp.int32(0)))
 
 
 @jax.jit
-def keep(drafter, rows: round_lib.Rows, index) -> round_lib.Rows:
+def select_rows(
+    drafter, rows: round_lib.RunningRows, index
+) -> round_lib.RunningRows:
   """Some of the rows, in the order of `index`."""
   memory = rows.memory
   if drafter is not None:
-    memory = drafter.keep(memory, index)
-  return round_lib.Rows(
-      rows.ids_N[index], block.keep(rows.cache, index), memory
+    memory = drafter.select(memory, index)
+  return round_lib.RunningRows(
+      rows.ids_N[index], decode.select_rows(rows.cache, index), memory
   )
 
 
 def _programs() -> int:
-  """Programs of this module that have been compiled so far."""
-  return rounds._cache_size() + keep._cache_size()
+  """How many programs of this module have been compiled so far."""
+  return rounds._cache_size() + select_rows._cache_size()
 
 
 def run(
-    model: decoder.Decoder, law: law_lib.Law, inputs: Inputs, drafter,
+    model: decoder.Decoder, law: law_lib.Law, inputs: RolloutInputs, drafter,
     draft_lengths: Mapping[int, int], *, branches: int, room: int,
 ) -> Rollout:
-  """All rounds of a group.
+  """Samples a whole group.
 
   Args:
     model: the decoder.
-    law: of the tokens.
-    inputs: parameters, prompt, key and ends.
+    law: temperature and truncation.
+    inputs: parameters, prompt, key and what ends a row.
     drafter: see `drafters.drafter`, or None.
-    draft_lengths: by bucket, largest first; of buckets that are left out,
-      finished rows are kept.
+    draft_lengths: tokens to draft in each bucket, by bucket, the largest first.
+      A bucket that is left out is skipped: finished rows stay in the batch.
     branches: G, the first bucket.
-    room: tokens there is room for, at least the limit.
+    room: tokens there is memory for, at least the limit of `inputs`.
 
   Returns:
     The rollout, without its state.
@@ -123,14 +127,14 @@ def run(
   for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
     count, before, began = 0, tokens, time.perf_counter()
     programs = _programs()
-    if np.sum(~finished_N) > smaller:  # else they fit the next bucket
+    if np.sum(~finished_N) > smaller:  # otherwise the rows fit the next bucket
       if finished_N.size > size:
         # Unfinished rows first; finished ones fill the bucket up.
         order = np.argsort(finished_N, kind="stable")[:size]
-        rows = keep(drafter, rows, order.astype(np.int32))
+        rows = select_rows(drafter, rows, order.astype(np.int32))
       answers, rows, count = rounds(
-          Task(model, law, draft_lengths[size]), inputs, drafter, answers,
-          rows, np.int32(smaller),
+          RoundSettings(model, law, draft_lengths[size]), inputs, drafter,
+          answers, rows, np.int32(smaller),
       )
       finish_G, ids_N = np.asarray(answers.finish), np.asarray(rows.ids_N)
       finished_N = finish_G[ids_N] != Finish.RUNNING

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout is a function of."""
+"""What a rollout is a function of, as far as the rounds need it."""
 
 import dataclasses
 from typing import Any
@@ -14,13 +14,13 @@ from branch_replay.rollout import law as law_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-  """The static half of a round: what a compilation depends on.
+class RoundSettings:
+  """The static settings of a round; each combination is compiled once.
 
   Attributes:
     model: the decoder.
-    law: of the tokens.
-    draft_length: k, tokens that are drafted for every row; 0 for none.
+    law: temperature and truncation.
+    draft_length: k, tokens drafted for every row in a round; 0 for none.
   """
 
   model: decoder.Decoder
@@ -28,17 +28,18 @@ class Task:
   draft_length: int = 0
 
 
-class Inputs(NamedTuple):
-  """The other half; no round changes it.
+class RolloutInputs(NamedTuple):
+  """The arrays of a rollout, which no round changes.
 
   Attributes:
-    params: of the model.
-    state: the captured prefix: the prompt without its last token.
+    params: parameters of the model.
+    state: captured state of the prompt without its last token.
     boundary: i32[], the last token of the prompt.
-    key: of the noise.
+    key: PRNG key of the noise.
     stop_ids: i32[any], ids that end a row.
     limit: i32[], the most tokens of a row.
-    layers: of `params`, as `segment.decode` takes them, or None.
+    layers: layers of `params` one by one, as `segment.decode` takes them, or
+      None.
   """
 
   params: dict

@@ -14,7 +14,7 @@ from branch_replay import state as state_lib
 
 
 class Finish(enum.IntEnum):
-  """Why a row ended. In a returned rollout no row is running."""
+  """Why a row ended. In a returned rollout no row is RUNNING."""
 
   RUNNING = 0
   STOP = 1  # with a stop id
@@ -24,15 +24,15 @@ class Finish(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What every batch bucket did, largest first: for a log and a tuner.
+  """What each batch bucket did, the largest first; for logs and the tuner.
 
   Attributes:
-    buckets: i64[B], rows that are run at a time.
-    draft_lengths: i64[B], tokens drafted a round.
-    rounds: i64[B], forward passes of that many rows; 0 for a skipped bucket.
+    buckets: i64[B], batch sizes.
+    draft_lengths: i64[B], tokens drafted per row in a round.
+    rounds: i64[B], forward passes at this batch size; 0 for a skipped bucket.
     tokens: i64[B], tokens that these rounds gave.
     seconds: f64[B], wall time.
-    compiled: bool[B], whether something was compiled in that time.
+    compiled: bool[B], whether that time includes a compilation.
   """
 
   buckets: np.ndarray
@@ -46,20 +46,21 @@ class Work:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-  """Sampled branches.
+  """Sampled answers to one prompt.
 
   Attributes:
     tokens: i32[G, T], 0 after a row's end; a stop id is part of its row.
-    lengths: i32[G], sampled tokens of each row.
-    log_probs: f32[G, T], of the sampled tokens under the temperature and
-      before truncation: what `log_probs(..., temperature=τ)` gives. Greedy
+    lengths: i32[G], number of sampled tokens of each row.
+    log_probs: f32[G, T], log-probs of the sampled tokens at the temperature τ
+      but before truncation: what `log_probs(..., temperature=τ)` returns.
+        Greedy
       rows are scored at temperature 1.
-    finish: i32[G], a `Finish` each.
+    finish: i32[G], a `Finish` for each row.
     rounds: i32[G], forward passes each row took part in.
-    drafted: i32[G], tokens that were drafted for it.
-    accepted: i32[G], how many of these it took.
-    state: the captured prefix, to be replayed for learning.
-    work: what every batch bucket did.
+    drafted: i32[G], tokens drafted for each row.
+    accepted: i32[G], drafted tokens that each row accepted.
+    state: captured state of the prompt, which learning can replay.
+    work: what each batch bucket did.
   """
 
   tokens: jax.Array
@@ -83,7 +84,7 @@ class Rollout:
     return self.lengths / self.rounds
 
   def tails(self) -> list[list[int]]:
-    """The sampled ids, row by row, without padding."""
+    """The sampled ids of each row, without padding."""
     tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
     return [
         row[:length].tolist()
@@ -92,18 +93,17 @@ class Rollout:
 
 
   def log_probs_of(self, group: group_lib.Group) -> jax.Array:
-    """The log-probs as a group of these answers has its tails, f[G, T'].
+    """The sampler's log-probs, padded like the tails of a group, f[G, T'].
 
-    `Group.create` pads answers to a length of its own, which is not the
-    rollout's: this is what an objective takes as `old_log_probs` beside
-    `group.mask()`.
+    `Group.create` pads answers to another length than the rollout does. Use
+    this as an objective's `old_log_probs` beside `group.mask()`.
 
     Args:
-      group: with the rollout's answers as its tails, in their order; branches
-        that pad it have 0.
+      group: a group whose tails are the rollout's answers, in their order.
+        Empty branches that pad the group get 0.
 
     Raises:
-      ValueError: other answers.
+      ValueError: the group has other answers.
     """
     mine, theirs = self.tails(), _tails(group)
     if theirs[: len(mine)] != mine or any(theirs[len(mine) :]):
@@ -128,7 +128,7 @@ def _tails(group: group_lib.Group) -> list[list[int]]:
 
 
 def empty(branches: int, room: int, dtype) -> Rollout:
-  """G rows of no tokens yet, and room for some."""
+  """A rollout of G rows without tokens, with room for `room` of them."""
   def zeros():
     return jnp.zeros(branches, jnp.int32)
 

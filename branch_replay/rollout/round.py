@@ -1,12 +1,13 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One round: draft, run the block, draw, accept.
+"""One round of sampling: draft tokens, run them, draw, and accept.
 
-A row that ends in token x, with drafts y₁ … yₖ, runs the block x, y₁ … yₖ and
-draws a token after each. yⱼ is accepted if it is the jᵗʰ token drawn and all
-before it were accepted; then what was drawn after it holds too. So a round
-gives from 1 to 1 + k tokens a row, the same ones that k = 0 gives one by one
-(coupling: Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
+A row that ends in token x, with drafts y₁ … yₖ, runs the inputs x, y₁ … yₖ at
+once and draws a token after each. yⱼ is accepted if it equals the jᵗʰ token
+drawn and all drafts before it were accepted; the token drawn after the last
+accepted draft is then valid too. So a round gives 1 to 1 + k tokens of each
+row, and they are those that k = 0 gives one by one (coupling: Daliri et al.
+2024, https://arxiv.org/abs/2408.07978).
 """
 
 import dataclasses
@@ -16,22 +17,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout.drafters import drafter as drafter_lib
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Finish
 from branch_replay.rollout.result import Rollout
 
 
-class Rows(NamedTuple):
-  """The N rows that are run; the others are finished.
+class RunningRows(NamedTuple):
+  """The N rows in the current batch; all other rows are finished.
 
   Attributes:
-    ids_N: i32, which of the G rows.
-    cache: of `block`, all tokens of the row so far but the last.
-    memory: of the drafter; None without one.
+    ids_N: i32, which of the G rows they are.
+    cache: cache of `decode`, with all tokens of each row but the last.
+    memory: what the drafter remembers; None without a drafter.
   """
 
   ids_N: jax.Array
@@ -40,28 +41,29 @@ class Rows(NamedTuple):
 
 
 def accept(draft_Nk, tokens_NT):
-  """i32[N]: how many drafts of each row hold, from the first on.
+  """i32[N]: how many drafts of each row are accepted.
 
   Args:
-    draft_Nk: i32, the drafted tokens.
-    tokens_NT: i32[N, k + 1], what was drawn in their places, and one more.
+    draft_Nk: i32, drafted tokens.
+    tokens_NT: i32[N, k + 1], tokens drawn in their places, and one more.
   """
   same_Nk = draft_Nk == tokens_NT[:, : draft_Nk.shape[1]]
   held_Nk = jnp.cumprod(same_Nk.astype(jnp.int32), axis=1)
   return jnp.sum(held_Nk, axis=1, dtype=jnp.int32)
 
 
-def end(tokens_NT, held_N, lengths_N, inputs: Inputs):
-  """Where rows end within a block.
+def end(tokens_NT, held_N, lengths_N, inputs: RolloutInputs):
+  """How many new tokens each row takes, and whether it ends with them.
 
   Args:
-    tokens_NT: i32, what was drawn.
-    held_N: i32, how many of these hold.
+    tokens_NT: i32, tokens that were drawn.
+    held_N: i32, how many of these are valid, from the first on.
     lengths_N: i32, tokens of each row before.
-    inputs: with the stop ids and the limit.
+    inputs: their stop ids and limit end a row.
 
   Returns:
-    i32 emitted_N, how many of the tokens the row takes, and finish_N.
+    i32 emitted_N, how many of the tokens the row takes, and i32 finish_N, its
+    `Finish`.
   """
   stops_NT = jnp.isin(tokens_NT, inputs.stop_ids)
   through_stop_N = jnp.where(
@@ -76,37 +78,40 @@ def end(tokens_NT, held_N, lengths_N, inputs: Inputs):
   return emitted_N.astype(jnp.int32), finish_N.astype(jnp.int32)
 
 
-def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
-  """One round of N rows.
+def advance(
+    settings: RoundSettings, inputs: RolloutInputs, drafter, answers: Rollout,
+    rows: RunningRows,
+):
+  """Runs one round of N rows.
 
   Args:
-    task: the static half.
-    inputs: what does not change.
-    drafter: see `drafters.drafter`; None if task.draft_length is 0.
-    answers: of all G rows, so far.
-    rows: those that are run. A finished one may be among them: it is run and
-      takes nothing.
+    settings: static settings.
+    inputs: arrays that do not change.
+    drafter: see `drafters.drafter`; None if settings.draft_length is 0.
+    answers: answers of all G rows so far.
+    rows: the rows to run. A finished row among them is run and takes no token.
 
   Returns:
     The answers and the rows after the round.
   """
-  view = look(task, inputs, answers, rows.ids_N)
+  view = look(settings, inputs, answers, rows.ids_N)
   memory = rows.memory
   draft_Nk = jnp.zeros((rows.ids_N.size, 0), jnp.int32)
   if drafter is not None:
-    draft_Nk, memory = drafter.propose(task, memory, view)
-  hidden_NTM, cache, inputs_run = block.run(
-      task.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
-      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1), inputs.layers,
+    draft_Nk, memory = drafter.propose(settings, memory, view)
+  hidden_NTM, cache, pending = decode.run(
+      settings.model, inputs.params, inputs.state, rows.cache, view.lengths_N,
+      jnp.concatenate([view.last_N[:, None], draft_Nk], axis=1),
+      layers=inputs.layers,
   )
-  tokens_NT, log_probs_NT = _draw(task, inputs, hidden_NTM, view.noise_NTV)
+  tokens_NT, log_probs_NT = _draw(settings, inputs, hidden_NTM, view.noise_NTV)
   accepted_N = accept(draft_Nk, tokens_NT)
   emitted_N, finish_N = end(tokens_NT, accepted_N + 1, view.lengths_N, inputs)
   finish_before_N = answers.finish[rows.ids_N]
   running_N = finish_before_N == Finish.RUNNING
   emitted_N = jnp.where(running_N, emitted_N, 0)
-  cache = block.settle(
-      task.model, inputs.params, cache, inputs_run, emitted_N
+  cache = decode.settle(
+      settings.model, inputs.params, cache, pending, emitted_N
   )
   ran_N = running_N.astype(jnp.int32)
   answers = dataclasses.replace(
@@ -115,25 +120,28 @@ def advance(task: Task, inputs: Inputs, drafter, answers: Rollout, rows: Rows):
           jnp.where(running_N, finish_N, finish_before_N)
       ),
       rounds=answers.rounds.at[rows.ids_N].add(ran_N),
-      drafted=answers.drafted.at[rows.ids_N].add(task.draft_length * ran_N),
+      drafted=answers.drafted.at[rows.ids_N].add(settings.draft_length * ran_N),
       accepted=answers.accepted.at[rows.ids_N].add(
           jnp.minimum(accepted_N, emitted_N)
       ),
   )
   if drafter is not None:
-    outcome = drafter_lib.Outcome(hidden_NTM, tokens_NT, emitted_N)
-    memory = drafter.observe(task, memory, view, outcome)
-  return answers, Rows(rows.ids_N, cache, memory)
+    outcome = drafter_lib.RoundOutcome(hidden_NTM, tokens_NT, emitted_N)
+    memory = drafter.observe(settings, memory, view, outcome)
+  return answers, RunningRows(rows.ids_N, cache, memory)
 
 
-def look(task: Task, inputs: Inputs, answers: Rollout, ids_N):
-  """What a round begins with, for the drafter and for the draw."""
+def look(
+    settings: RoundSettings, inputs: RolloutInputs, answers: Rollout, ids_N
+):
+  """What a round starts from: the drafter's view, with the noise of the draw.
+  """
   lengths_N = answers.lengths[ids_N]
   last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]
-  slots_NT = block.slots(lengths_N, 1 + task.draft_length)
-  noise_NTV = law_lib.block_noise(
-      task.law, inputs.key, ids_N, inputs.state.length + 1 + slots_NT,
-      task.model.config.vocab_size, answers.log_probs.dtype,
+  slots_NT = decode.slots(lengths_N, 1 + settings.draft_length)
+  noise_NTV = law_lib.noise_of_rows(
+      settings.law, inputs.key, ids_N, inputs.state.length + 1 + slots_NT,
+      settings.model.config.vocab_size, answers.log_probs.dtype,
   )
   return drafter_lib.View(
       inputs, answers, ids_N, lengths_N,
@@ -141,24 +149,26 @@ def look(task: Task, inputs: Inputs, answers: Rollout, ids_N):
   )
 
 
-def _draw(task: Task, inputs: Inputs, hidden_NTM, noise_NTV):
-  """The token after each of a block, and its log-prob, [N, T] both."""
+def _draw(
+    settings: RoundSettings, inputs: RolloutInputs, hidden_NTM, noise_NTV
+):
+  """The token after each of the inputs, and its log-prob, both [N, T]."""
   shape = hidden_NTM.shape[:2]
-  logits_NV = block.logits(
+  logits_NV = decode.logits(
       hidden_NTM.reshape(-1, hidden_NTM.shape[-1]),
-      block.head_table(task.model, inputs.params),
+      decode.head_table(settings.model, inputs.params),
   )
   noise_NV = None
   if noise_NTV is not None:
     noise_NV = noise_NTV.reshape(logits_NV.shape)
-  tokens_N, log_probs_N = law_lib.draw(task.law, logits_NV, noise_NV)
+  tokens_N, log_probs_N = law_lib.draw(settings.law, logits_NV, noise_NV)
   return tokens_N.reshape(shape), log_probs_N.reshape(shape)
 
 
 def _append(answers: Rollout, ids_N, tokens_NT, log_probs_NT, emitted_N):
-  """Answers with the first `emitted_N` tokens of a block at their ends."""
+  """The answers, each with its first `emitted_N` new tokens appended."""
   room, size = answers.tokens.shape[1], tokens_NT.shape[1]
-  slots_NT = block.slots(answers.lengths[ids_N], size)
+  slots_NT = decode.slots(answers.lengths[ids_N], size)
   emitted_NT = jnp.arange(size)[None] < emitted_N[:, None]
   at = ids_N[:, None], jnp.where(emitted_NT, slots_NT, room)
   return dataclasses.replace(

@@ -1,18 +1,19 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of a group's branches from one captured prefix.
+"""Samples the branches of a group from one captured prefix.
 
-A rollout is a pure function of parameters, prompt and key: how it is computed
-(drafts, buckets, schedule, a state given) does not enter, see docs/rollouts.md.
+A rollout is a function of parameters, prompt and key. Drafts, buckets, schedule
+and a given state change how it is computed and not its result, see
+docs/rollouts.md.
 
-  law.py      the distribution of a token, and its draw
-  problem.py  what a rollout is a function of
-  block.py    new tokens of every row through the decoder
-  round.py    draft, run, draw, accept
-  loop.py     rounds in batch buckets
-  result.py   what comes back
-  drafters/   who guesses tokens ahead
-  tuner.py    how many to guess
+  law.py        the distribution of a token, and drawing from it
+  problem.py    what a rollout is a function of
+  decode.py     runs new tokens of every row through the decoder
+  round.py      draft, run, draw, accept
+  loop.py       rounds in smaller and smaller batches
+  result.py     what is returned
+  drafters/     what guesses tokens ahead
+  tuner.py      how many tokens to guess
   unstacked.py  layers one by one, for long rollouts on CPU
 """
 
@@ -34,7 +35,7 @@ from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters.drafter import Drafter
-from branch_replay.rollout.problem import Inputs
+from branch_replay.rollout.problem import RolloutInputs
 from branch_replay.rollout.result import Rollout
 from branch_replay.schedule import Schedule
 
@@ -59,7 +60,7 @@ def sample(
 ) -> Rollout:
   """Samples G answers to one prompt, which is run once.
 
-  Compiles what it needs; not to be called under `jit` itself.
+  Compiles what it needs. Do not call it under `jit`.
 
   Args:
     model: the decoder.
@@ -70,17 +71,19 @@ def sample(
     max_tokens: T, the most tokens of an answer.
     law: temperature and truncation.
     stop_ids: ids that end an answer.
-    drafter: guesses tokens ahead, see `rollout.drafters`; a good one saves
-      rounds, and none changes a token.
-    draft_length: k, how many it guesses a round; or one for every batch bucket,
-      as `tuner.choose` returns them. All 0 runs without the drafter.
-    compact: whether rows go on in smaller batches as others finish; which
-      never changes them either.
-    state: of this prompt and these parameters, if captured before.
-    version: what that state is marked with, if not by a fingerprint.
-    schedule: of the capture.
+    drafter: guesses tokens ahead, see `rollout.drafters`. It changes the number
+      of forward passes and no token.
+    draft_length: k, tokens to guess in a round: one number, or one for every
+      batch bucket as `tuner.choose` returns them. If all are 0 the drafter is
+      not used.
+    compact: whether the batch shrinks as rows finish; it changes no token.
+    state: captured state of this prompt under these parameters; None to capture
+      it here.
+    version: u32 that the state was marked with; None if it was marked with a
+      fingerprint of the parameters.
+    schedule: chunk size and policies of the capture.
     layers: `rollout.unstacked.layers` of these parameters, made once for many
-      rollouts; on CPU rounds take less time with them.
+      rollouts; rounds on CPU are faster with them.
 
   Returns:
     The rollout, with the state to learn from.
@@ -120,9 +123,9 @@ def sample(
     prefix.check_samplable(state, model, params, group, version)
   if layers is not None:
     unstacked.check(layers, params, version)
-  inputs = Inputs(
-      # Without what only learning reads: else a state that has it would be
-      # another program's argument.
+  inputs = RolloutInputs(
+      # Without what only learning reads: a state that has it would compile
+      # every round again.
       params, dataclasses.replace(state, kept=None, model=None),
       group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),
@@ -142,7 +145,8 @@ def sample(
 
 
 def _check_finite(rollout: Rollout, params, state) -> None:
-  """Raises ValueError for answers that were drawn from no distribution."""
+  """Raises ValueError if log-probs are not finite; says where NaN comes from.
+  """
   fine_GT = np.isfinite(np.asarray(rollout.log_probs))
   if fine_GT.all():
     return
@@ -165,10 +169,10 @@ def _check_finite(rollout: Rollout, params, state) -> None:
 
 
 def _draft_lengths(draft_length, sizes, drafter) -> dict[int, int]:
-  """k of every batch bucket, largest first."""
+  """k for every batch bucket, the largest bucket first."""
   if drafter is not None:
     lacks = [
-        name for name in ("init", "propose", "observe", "keep")
+        name for name in ("init", "propose", "observe", "select")
         if not hasattr(drafter, name)
     ]
     if lacks or isinstance(drafter, type):

@@ -1,23 +1,24 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens to draft, for every batch bucket, from measured speed.
+"""Chooses how many tokens to draft in each batch bucket, by measured speed.
 
-An arm is a draft length; 0, which drafts nothing, is always one. Its reward in
-a bucket is the median, over the last rollouts that ran it there, of tokens
-emitted per second of wall time. Every arm is tried first; then the best one of
-each bucket is taken. An arm that is not clearly faster than 0 counts as slower,
-or the luckiest measurement would win where drafts do not pay. A drafter also
-costs time in the buckets that do not draft, where it goes on observing: so
-whole rollouts are compared as well, and it is left out where they are not
-clearly faster with it. With probability ε a rollout tries something else.
+An *arm* is a draft length in a bucket; 0 drafts nothing and is always a choice.
+The reward of an arm is the median, over the last rollouts that used it, of
+tokens emitted per second of wall time. Every arm is tried first; then the best
+one of each bucket is taken, and with probability ε something else. An arm that
+is not clearly faster than 0 counts as slower: otherwise the luckiest
+measurement would win where drafts do not pay. A drafter also costs time in
+buckets that do not draft, because it observes every round. So whole rollouts
+with and without drafts are compared too, and the drafter is left out if they
+are not clearly faster with it.
 
-Pure functions of a frozen state: the same measurements give the same decisions.
+All functions are pure: the same measurements give the same decisions.
 
   tuner, lengths, decisions = choose(tuner, loop.buckets(branches))
   rollout = sample(..., drafter=drafter, draft_length=lengths)
   tuner = observe(tuner, rollout.work)
 
-Source: the rule by bucket is that of TLT, https://arxiv.org/abs/2511.16665.
+Source: choosing per bucket follows TLT, https://arxiv.org/abs/2511.16665.
 """
 
 from collections.abc import Mapping
@@ -37,12 +38,12 @@ class Decision(NamedTuple):
   """One choice, for a log.
 
   Attributes:
-    step: how many times `choose` had been called.
-    bucket: rows that are run at a time.
+    step: number of earlier calls of `choose`.
+    bucket: batch size.
     draft_length: the choice.
-    reason: "untried" arms come first, and a whole rollout without drafts; then
-      "best", or "off" where the best do not pay as a whole, or "explore".
-    rates: by draft length, median tokens per second as known then.
+    reason: "untried" if there is no measurement yet, "best", "off" if drafts do
+      not pay for the rollout as a whole, or "explore".
+    rates: median tokens per second by draft length, as known at that time.
   """
 
   step: int
@@ -54,20 +55,20 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuner:
-  """Settings and memory.
+  """Settings and measurements.
 
   Attributes:
-    draft_lengths: the arms.
-    window: measurements of an arm that count, the last ones.
-    epsilon: ε.
-    margin: by what share of its rate an arm has to beat 0.
-    tries: how often an arm that has no rate yet is asked for: a bucket may not
-      be reached, and what compiles is not measured.
-    seed: of the choices that are random.
+    draft_lengths: draft lengths to choose from.
+    window: number of latest measurements of an arm that count.
+    epsilon: ε, probability of exploring.
+    margin: share of its rate by which an arm has to beat draft length 0.
+    tries: how often an arm without a measurement is asked for. A bucket may not
+      be reached, and rounds that compile are not measured.
+    seed: seed of the random choices.
     step: calls of `choose` so far.
-    rates: tokens per second, by arm, oldest first.
+    rates: tokens per second by arm, the oldest first.
     wholes: tokens per second of whole rollouts, by the arms of all buckets.
-    asked: how often an arm was taken as untried.
+    asked: how often each arm was chosen because it was untried.
   """
 
   draft_lengths: tuple[int, ...] = (0, 1, 2, 4)
@@ -105,14 +106,14 @@ class Tuner:
 def choose(
     tuner: Tuner, buckets: Sequence[int]
 ) -> tuple[Tuner, dict[int, int], list[Decision]]:
-  """A draft length for every bucket.
+  """Chooses a draft length for every bucket.
 
   Args:
-    tuner: the state.
+    tuner: settings and measurements.
     buckets: batch sizes, as `loop.buckets` gives them.
 
   Returns:
-    The next state, the draft lengths by bucket, and why.
+    The next tuner, the draft lengths by bucket, and the reasons.
   """
   untried = {
       bucket: length for bucket in buckets
@@ -138,10 +139,10 @@ def choose(
 
 
 def observe(tuner: Tuner, work: Work) -> Tuner:
-  """The state with what a rollout measured, where nothing was compiled.
+  """The tuner with the measurements of a rollout; compilations do not count.
 
   Raises:
-    ValueError: the rollout ran a draft length that is not an arm.
+    ValueError: the rollout used a draft length that is not in the tuner's.
   """
   rates, wholes, arms = dict(tuner.rates), dict(tuner.wholes), []
   for place, seconds in enumerate(work.seconds):
@@ -181,7 +182,7 @@ def _untried(tuner: Tuner, bucket: int) -> int | None:
 
 
 def _best(tuner: Tuner, bucket: int) -> int:
-  """The fastest arm of a bucket that clearly beats 0, or 0."""
+  """The fastest draft length of a bucket that clearly beats 0, or else 0."""
   rates = _medians(tuner, bucket)
   if 0 not in rates:
     return 0
@@ -190,7 +191,7 @@ def _best(tuner: Tuner, bucket: int) -> int:
 
 
 def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
-  """Draft lengths when all arms have been tried, and why."""
+  """Draft lengths when every arm has been tried, and the reason."""
   none = dict.fromkeys(best, 0)
   usual, reason, other = best, "best", none
   if best != none:
@@ -203,12 +204,12 @@ def _settled(tuner: Tuner, best: dict[int, int]) -> tuple[dict[int, int], str]:
   if rng.random() >= tuner.epsilon:
     return usual, reason
   if other != usual and rng.random() < 0.5:
-    return other, "explore"  # so that both are known as they are now
+    return other, "explore"  # so that both rates stay current
   drawn = rng.choice(tuner.draft_lengths, len(best)).tolist()
   return dict(zip(best, drawn, strict=True)), "explore"
 
 
 def _whole(tuner: Tuner, lengths: dict[int, int]) -> float | None:
-  """Median tokens per second of whole rollouts, None before the first."""
+  """Median tokens per second of whole rollouts; None before the first."""
   rates = tuner.wholes.get(tuple(lengths.items()))
   return statistics.median(rates) if rates else None

@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model's layers one by one, in the form that few rows run fastest in.
+"""A model's layers one by one, in the form that is fastest for few rows on CPU.
 
-A scan over stacked layers copies each to its turn on CPU, and the product x W
-of a few rows copies W once more, see `ops.few_rows`: most of what a round of
-decoding reads and writes. Without both a round takes less time, for a
-second copy of the parameters, and for programs in which every layer stands by
-itself, which take longer to compile.
+A scan over stacked layers copies each layer before it runs it, and the product
+x W of a few rows copies W once more, see `ops.few_rows`. These copies are most
+of the memory traffic of a decoding round on CPU. Layers that are stored apart
+and transposed need neither. The price is a second copy of the parameters, and
+programs with every layer written out, which take longer to compile.
 """
 
 import functools
@@ -23,13 +23,13 @@ from branch_replay.mixers import kinds
 
 
 class Layers(NamedTuple):
-  """Layers one by one.
+  """The layers of a model, one by one.
 
   Attributes:
     parts: parameters by part, turn and place, as `segment.decode` takes them:
-      as the layers have them, without the leading axis; linear maps have
-      "kernel_T", [out, in], in place of "kernel".
-    version: u32[], of the parameters they were made from.
+      like those of the stacked layers without the leading axis, but linear maps
+      have "kernel_T", [out, in], in place of "kernel".
+    version: u32[], marks the parameters they were made from.
   """
 
   parts: Any
@@ -39,12 +39,12 @@ class Layers(NamedTuple):
 def layers(
     config: config_lib.ModelConfig, params, *, version=None
 ) -> Layers:
-  """The layers of a model one by one, a copy.
+  """Copies the layers of a model into this form.
 
   Args:
-    config: geometry.
-    params: of the whole model.
-    version: u32 that stands for them, instead of a fingerprint.
+    config: the model's geometry.
+    params: parameters of the whole model.
+    version: u32 that stands for `params`; None computes a fingerprint.
   """
   if version is None:
     version = fingerprint.of_params(params)
@@ -89,14 +89,14 @@ def _of(stack, turn: int):
 def _transposed(dtype, tree, name=""):
   """A tree with the kernels of linear maps transposed.
 
-  Those wider than `dtype`, which they are multiplied in, are rounded to it here
-  and not in every round.
+  Kernels wider than `dtype`, the dtype they are multiplied in, are rounded here
+  once and not in every round.
   """
   if not isinstance(tree, dict):
     return tree
   tree = {key: _transposed(dtype, child, key) for key, child in tree.items()}
   kernel_AB = tree.get("kernel")
-  # A router's is no linear map's, and experts have one matrix each.
+  # A router is not a `Linear`, and experts have stacked matrices.
   if kernel_AB is None or kernel_AB.ndim != 2 or name == "router":
     return tree
   rest = {key: child for key, child in tree.items() if key != "kernel"}

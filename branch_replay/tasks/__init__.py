@@ -52,14 +52,15 @@ __all__ = [
 
 
 def recipe(name: str, **settings) -> Recipe:
-  """The recipe of a task by its name.
+  """Makes the recipe of a task by the task's name.
 
   Args:
     name: "retrieval", "arithmetic" or "reasoning_gym".
-    **settings: attributes of its class; the others have their defaults.
+    **settings: attributes of the recipe's class; the others have their
+      defaults.
 
   Returns:
-    What `prepare` and `load` take.
+    A recipe for `prepare` and `load`.
 
   Raises:
     ValueError: no such task or setting, or a setting out of range.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Addition, subtraction and multiplication after worked examples.
 
-Problems are divided among the splits, and a prompt's examples are of its own
-split: what is asked in a test prompt was nowhere in training, neither as a
-question nor as an example, nor with its operands exchanged.
+Problems are divided among the splits, and the examples in a prompt are from its
+own split. So a test problem does not occur in training: not as a question, not
+as an example, and not with its operands exchanged.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _QUESTION = "Continue in the same way, with the result alone: "
 _TRIES = 1000
 
 
-class ArithmeticRows(builder.Rows, skip_registration=True):
+class ArithmeticRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `Arithmetic`."""
 
   name = "arithmetic"
@@ -34,20 +34,21 @@ class ArithmeticRows(builder.Rows, skip_registration=True):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arithmetic(builder.Recipe):
-  """Work out a problem after examples of the same kind.
+  """Solve a problem after examples of the same kind.
 
-  Reward: 1 if the answer is the result as it is written in the examples, but
-  for white space around it, else 0. A negative result begins with "-".
+  The reward is 1 if the answer is the result as the examples write it, apart
+  from white space around it, and 0 otherwise. A negative result begins with
+  "-".
 
   Attributes:
-    operations: any of "+-*", each once.
-    min_digits: of an operand, which does not begin with 0 unless it is 0.
-    max_digits: of an operand.
+    operations: some of "+-*", each at most once.
+    min_digits: fewest digits of an operand. Operands have no leading zeros.
+    max_digits: most digits of an operand.
     examples: worked examples in every prompt.
   """
 
   name: ClassVar[str] = "arithmetic"
-  rows_builder: ClassVar[type[builder.Rows]] = ArithmeticRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = ArithmeticRows
 
   operations: str = "+-"
   min_digits: int = 1
@@ -70,8 +71,7 @@ class Arithmetic(builder.Recipe):
   def rows(
       self, text: text_lib.Text, split: str
   ) -> Iterator[task_lib.Example]:
-    """Makes the rows of a split; raises ValueError if it has too few problems.
-    """
+    """Yields rows; raises ValueError if the split has too few problems."""
     for index in range(getattr(self, split)):
       row_id = self.row_id(split, index)
       random = splits.generator(self.seed, row_id)
@@ -98,13 +98,13 @@ class Arithmetic(builder.Recipe):
       )
 
   def scorer(self, text: text_lib.Text):
-    """Exact, white space aside."""
+    """1 for the exact answer, apart from white space around it."""
     return lambda example, ids: float(
         text.decode(ids).strip() == example.answer
     )
 
   def _problem(self, random, split, drawn):
-    """A problem of the split that is not among those drawn."""
+    """A problem of the split that has not been drawn yet."""
     for _ in range(_TRIES):
       sign = random.choice(self.operations)
       a, b = self._operand(random), self._operand(random)
@@ -124,12 +124,12 @@ class Arithmetic(builder.Recipe):
 
 
 def solve(a: int, sign: str, b: int) -> str:
-  """The result as it is written."""
+  """The result as text."""
   return str(_OPERATIONS[sign](a, b))
 
 
 def canonical(a: int, sign: str, b: int) -> str:
-  """One name for a problem, whichever way round its operands are given."""
+  """A name for a problem that does not depend on the order of its operands."""
   if sign != "-":
     a, b = sorted((a, b))
   return f"{a}{sign}{b}"

@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe to rows on disk, and from the disk to a task.
+"""Turns a recipe into rows on disk, and rows on disk into a task.
 
-Rows are written once by tensorflow-datasets, without TensorFlow, and read at
-random. A preparation works in a folder of another name and renames it when it
-is complete, so one that was interrupted leaves nothing to be read. The name of
-the folder carries a digest of all that the rows depend on.
+Rows are written once by tensorflow-datasets, which needs no TensorFlow, and are
+read in any order. They are prepared in a temporary folder that is renamed when
+it is complete, so an interrupted preparation leaves nothing that could be read.
+The folder's name contains a digest of everything the rows depend on.
 """
 
 import abc
@@ -32,18 +32,18 @@ DEFAULT_DATA_DIR = "~/.cache/branch_replay/tasks"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(abc.ABC):
-  """What the rows of a task are made from; subclasses add their settings.
+  """Settings that the rows of a task are made from; subclasses add their own.
 
   Attributes:
-    seed: another seed gives other rows, and divides facts otherwise among the
-      splits.
-    train: rows of this split.
-    validation: rows of this split.
-    test: rows of this split. Row i does not depend on how many there are.
+    seed: seed of the rows, and of how facts are divided among the splits.
+    train: number of rows in this split.
+    validation: number of rows in this split.
+    test: number of rows in this split. Row i does not depend on how many rows
+      there are.
   """
 
   name: ClassVar[str]
-  rows_builder: ClassVar[type["Rows"]]
+  rows_builder: ClassVar[type["RowsBuilder"]]
   verifiable: ClassVar[bool] = True  # see `task.Task`
 
   seed: int = 0
@@ -62,24 +62,24 @@ class Recipe(abc.ABC):
   def rows(
       self, text: text_lib.Text, split: str
   ) -> Iterator[task_lib.Example]:
-    """Makes the rows of a split, in their order."""
+    """Yields the rows of a split, in order."""
 
   @abc.abstractmethod
   def scorer(
       self, text: text_lib.Text
   ) -> Callable[[task_lib.Example, list[int]], float]:
-    """The `score` of the task."""
+    """Returns the function that becomes the task's `score`."""
 
   def ingredients(self) -> str:
-    """What else the rows depend on: documents, versions of a generator."""
+    """Text that stands for what else the rows depend on, such as documents."""
     return ""
 
   def row_id(self, split: str, index: int) -> str:
-    """The stable id of a row."""
+    """The id of a row, which never changes."""
     return f"{self.name}-{split}-{index:07d}"
 
   def task(self, text: text_lib.Text, rows) -> task_lib.Task:
-    """A task of this recipe's reward and the given rows."""
+    """A task with this recipe's reward and the given rows."""
     return task_lib.Task(
         self.name, text.vocab_size, tuple(text.stop_ids), self.scorer(text),
         rows, verifiable=self.verifiable,
@@ -88,17 +88,18 @@ class Recipe(abc.ABC):
 
 @dataclasses.dataclass
 class Config(tfds.core.BuilderConfig):
-  """A recipe and the way its text is written, under their digest."""
+  """A recipe and how its text becomes ids, as tensorflow-datasets wants them.
+  """
 
   recipe: Recipe | None = None
   text: text_lib.Text | None = None
 
 
-class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-  """Rows of token ids; subclasses name a task and its VERSION.
+class RowsBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+  """Base of the tensorflow-datasets builders; subclasses set name and VERSION.
 
-  VERSION counts the meanings of equal settings: raise it when the code that
-  makes the rows makes others than before.
+  Raise VERSION when the code makes other rows from the same settings than it
+  did before.
   """
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -124,7 +125,7 @@ class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     task = recipe.task(text, {})
     for index, example in enumerate(recipe.rows(text, split)):
       row = as_row(example)
-      # As it will be read, for what JSON does to the details.
+      # Checked as it will be read, because JSON changes details.
       task_lib.check_example(task, as_example(row))
       yield index, row
 
@@ -135,8 +136,8 @@ class Rows(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     return builder_config
 
 
-class Table(Sequence):
-  """The rows of one split on disk, as examples."""
+class SplitOnDisk(Sequence):
+  """The prepared rows of one split, as a sequence of examples."""
 
   def __init__(self, source):
     self._source = source
@@ -149,7 +150,7 @@ class Table(Sequence):
 
 
 def as_row(example: task_lib.Example) -> dict:
-  """What is written of an example."""
+  """The row that is written for an example."""
   return {
       "id": example.id,
       "prompt_ids": np.asarray(example.prompt_ids, np.int32),
@@ -162,12 +163,12 @@ def as_row(example: task_lib.Example) -> dict:
 
 
 def as_example(row) -> task_lib.Example:
-  """An example of what was read; text may come as bytes."""
+  """The example of a row that was read; text may be bytes."""
   id_, answer, details = (
       value.decode() if isinstance(value, bytes) else value
       for value in (row["id"], row["answer"], row["details"])
   )
-  if not row["answer_ids"].size:  # none is known: a right one has a stop id
+  if not row["answer_ids"].size:  # none is known; a known one has a stop id
     return task_lib.Example(
         id_, row["prompt_ids"], details=json.loads(details)
     )
@@ -177,7 +178,7 @@ def as_example(row) -> task_lib.Example:
 
 
 def digest(recipe: Recipe, text: text_lib.Text) -> str:
-  """Another recipe, vocabulary or document has another digest."""
+  """A digest that differs if recipe, vocabulary or documents differ."""
   content = json.dumps(
       (
           recipe.name, dataclasses.asdict(recipe), recipe.ingredients(),
@@ -190,7 +191,7 @@ def digest(recipe: Recipe, text: text_lib.Text) -> str:
 
 def rows_builder(
     recipe: Recipe, text: text_lib.Text, data_dir: str | None
-) -> Rows:
+) -> RowsBuilder:
   """The tensorflow-datasets builder of these rows."""
   checks.instance(
       recipe, "recipe", Recipe, "tasks.recipe(name, ...) makes one."
@@ -213,18 +214,18 @@ def prepare(
     text: text_lib.Text = text_lib.Characters(),
     data_dir: str | None = None,
 ) -> task_lib.Task:
-  """Makes the rows of a recipe unless they are there, and loads them.
+  """Loads the rows of a recipe, making them first if they are missing.
 
   Args:
-    recipe: see `recipe`.
-    text: how it is written as ids.
-    data_dir: where rows are kept; ~/.cache/branch_replay/tasks by default.
+    recipe: made by `tasks.recipe`.
+    text: how text becomes ids.
+    data_dir: folder of prepared rows; ~/.cache/branch_replay/tasks by default.
 
   Returns:
-    The task.
+    The task, checked.
 
   Raises:
-    ValueError: the recipe cannot be followed, or `check` fails.
+    ValueError: rows cannot be made from the recipe, or `tasks.check` fails.
   """
   builder = rows_builder(recipe, text, data_dir)
   if not builder.data_path.exists():
@@ -238,19 +239,19 @@ def load(
     text: text_lib.Text = text_lib.Characters(),
     data_dir: str | None = None,
 ) -> task_lib.Task:
-  """A task whose rows were prepared before.
+  """Loads a task whose rows were prepared before.
 
   Args:
-    recipe: see `recipe`.
-    text: how it is written as ids.
-    data_dir: where rows are kept; ~/.cache/branch_replay/tasks by default.
+    recipe: made by `tasks.recipe`.
+    text: how text becomes ids.
+    data_dir: folder of prepared rows; ~/.cache/branch_replay/tasks by default.
 
   Returns:
     The task, checked.
 
   Raises:
-    ValueError: its rows are not there, or not all of them (the message says
-      how to prepare them), or `check` fails.
+    ValueError: rows are missing (the message has the command that prepares
+      them), or `tasks.check` fails.
   """
   builder = rows_builder(recipe, text, data_dir)
   if not builder.data_path.exists():
@@ -269,7 +270,7 @@ def load(
           f"{builder.data_path} does not hold the {expected} rows of {split!r}."
           f" Remove it and run: {command(recipe, text, data_dir)}"
       )
-    rows[split] = Table(builder.as_data_source(split=split))
+    rows[split] = SplitOnDisk(builder.as_data_source(split=split))
   task = recipe.task(text, rows)
   task_lib.check(task)
   return task
@@ -278,9 +279,9 @@ def load(
 def command(
     recipe: Recipe, text: text_lib.Text, data_dir: str | None
 ) -> str:
-  """What to type to prepare a task.
+  """The shell command that prepares a task.
 
-  MODEL stands for what the model was loaded from, which is not known here.
+  MODEL stands for the name or path of the model, which is not known here.
   """
   words = ["python", "-m", "experiments.prepare_tasks"]
   words.append(f"--config.task={recipe.name}")

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Real text that is on every machine, divided among the splits."""
+"""Real text that every machine has, divided among the splits."""
 
 import functools
 import pathlib
@@ -12,16 +12,16 @@ from branch_replay.tasks import splits
 
 
 def language_reference() -> tuple[str, ...]:
-  """The Python language reference that ships with the interpreter, by topic."""
+  """The topics of the Python language reference, which Python ships with."""
   topics = pydoc_data.topics.topics
   return tuple(topics[name] for name in sorted(topics))
 
 
 @functools.cache
 def standard_library() -> tuple[str, ...]:
-  """The Python language reference and the standard library's own source.
+  """The Python language reference and the source of the standard library.
 
-  A few million characters, which differ between versions of Python.
+  These are a few million characters, which differ between versions of Python.
   """
   folder = pathlib.Path(random.__file__).parent
   sources = sorted(folder.glob("[a-z]*.py"))
@@ -32,7 +32,7 @@ def standard_library() -> tuple[str, ...]:
 
 
 def read(path: str, otherwise=standard_library) -> tuple[str, ...]:
-  """One document from a file; of an empty path the texts of `otherwise`.
+  """The document in a file; for an empty path what `otherwise` returns.
 
   Raises:
     ValueError: no such file.
@@ -46,14 +46,14 @@ def read(path: str, otherwise=standard_library) -> tuple[str, ...]:
 
 
 def divide(documents: tuple[str, ...], *, seed: int, split: str) -> str:
-  """The text that belongs to one split: no paragraph is in two of them.
+  """The text of one split; no paragraph is in two splits.
 
-  Documents are put in an order of the seed, so that every split has some of
-  each kind; of paragraphs that return (licences, idioms) the first is kept.
-  Tabs become spaces, and all outside printable ASCII question marks.
+  Documents are shuffled by the seed, so every split has some of each kind.
+  Paragraphs that occur several times, such as licences, are kept once. Tabs
+  become spaces, and characters outside printable ASCII question marks.
 
   Raises:
-    ValueError: fewer than ten paragraphs.
+    ValueError: too little text for three splits.
   """
   order = list(documents)
   splits.generator(seed, "documents").shuffle(order)
@@ -63,7 +63,7 @@ def divide(documents: tuple[str, ...], *, seed: int, split: str) -> str:
     if paragraph.strip():
       paragraphs.setdefault(paragraph.strip(), paragraph)
   kept = list(paragraphs.values())
-  # By length and not by number, or a split may get only short ones.
+  # By length and not by number: a split might get only short paragraphs.
   total = sum(map(len, kept))
   part = splits.bounds(total)[split]
   chosen, at = [], 0

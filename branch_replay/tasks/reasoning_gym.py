@@ -20,11 +20,11 @@ from branch_replay.tasks import splits
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
 
-# reasoning-gym may ask the same question again: candidates made per row.
+# Candidates per row, because reasoning-gym repeats questions.
 _SPARE = 20
 
 
-class ReasoningGymRows(builder.Rows, skip_registration=True):
+class ReasoningGymRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `ReasoningGym`."""
 
   name = "reasoning_gym"
@@ -35,22 +35,21 @@ class ReasoningGymRows(builder.Rows, skip_registration=True):
 class ReasoningGym(builder.Recipe):
   """One data set of reasoning-gym.
 
-  Reward: 1 if its scorer gives full marks, else 0. Partial marks are left out
-  because many scorers give a half to any text that has the answer in it, and a
-  hundredth to any text at all. A scorer that fails on an answer could not read
-  it: 0.
+  The reward is 1 if the data set's scorer gives full marks, and 0 otherwise.
+  Partial marks are ignored, because many scorers give one half to any text that
+  contains the answer, and a hundredth to any text at all. A scorer that raises
+  an error could not parse the answer, which counts as 0.
 
-  No question is in two splits. Data sets without a single right answer, or
-  whose scorer needs more than JSON can hold, are refused when they are
-  prepared.
+  No question is in two splits. A data set without a single right answer, or
+  whose scorer needs data that JSON cannot hold, is refused when it is prepared.
 
   Attributes:
-    dataset: its name in reasoning-gym.
-    parameters: of the data set, as JSON; seed and size are set here.
+    dataset: name of the data set in reasoning-gym.
+    parameters: settings of the data set as JSON; seed and size are set here.
   """
 
   name: ClassVar[str] = "reasoning_gym"
-  rows_builder: ClassVar[type[builder.Rows]] = ReasoningGymRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = ReasoningGymRows
 
   dataset: str = "leg_counting"
   parameters: str = "{}"
@@ -63,15 +62,15 @@ class ReasoningGym(builder.Recipe):
   def rows(
       self, text: text_lib.Text, split: str
   ) -> Iterator[task_lib.Example]:
-    """Makes the rows of a split.
+    """Yields the rows of a split.
 
     Raises:
       ValueError: the data set has too few questions, or one without an answer.
     """
     made = 0
-    # reasoning-gym seeds item i with seed + i: the data sets of neighbouring
-    # seeds are all but equal. So one data set serves all splits, and a question
-    # belongs to the split that its own text says.
+    # reasoning-gym seeds item i with seed + i, so data sets of neighbouring
+    # seeds are almost equal. Therefore all splits share one data set, and the
+    # text of a question decides which split it belongs to.
     rows = sum(getattr(self, name) for name in splits.SPLITS)
     data = self._data(_SPARE * rows)
     seen = set()
@@ -92,13 +91,13 @@ class ReasoningGym(builder.Recipe):
     )
 
   def scorer(self, text: text_lib.Text):
-    """Full marks of the data set's own scorer."""
+    """1 for full marks by the data set's own scorer."""
     data = self._data(1)
 
     def score(example, ids):
       try:
         marks = data.score_answer(text.decode(ids).strip(), example.details)
-      except Exception:  # of any kind: it parses what a model has made up
+      except Exception:  # of any kind: it parses arbitrary text
         return 0.0
       return float(marks == 1)
 
@@ -147,7 +146,7 @@ class ReasoningGym(builder.Recipe):
 
 @functools.cache
 def package():
-  """The module reasoning_gym; raises ValueError where it is not installed."""
+  """The module reasoning_gym; raises ValueError if it is not installed."""
   try:
     import reasoning_gym
     import reasoning_gym.factory

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fact hidden in a long document, and a question about it.
 
-Codes are divided among the splits, so no fact of one split, asked for or not,
-is in another; so are the paragraphs of the document. Names are shared: they
-are the vocabulary of the task, and a model may learn them.
+Codes are divided among the splits, so no fact of one split occurs in another,
+whether it is asked for or not. So are the paragraphs of the document. Names are
+shared: they are the vocabulary of the task, and a model may learn them.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ _WORDS = (
 _POOLS = {"words": _WORDS, "letters": list(string.ascii_uppercase)}
 _MOST_CODES = 10**6
 _TRIES = 30
-# Of the search for a passage of the right length: estimates, and neighbours.
+# Limits of `fitting`: estimates of the size, and neighbours tried.
 _STEPS = 8
 _NEIGHBOURS = 40
 
 
-class RetrievalRows(builder.Rows, skip_registration=True):
+class RetrievalRows(builder.RowsBuilder, skip_registration=True):
   """Rows of `Retrieval`."""
 
   name = "retrieval"
@@ -54,36 +54,39 @@ class RetrievalRows(builder.Rows, skip_registration=True):
 class Retrieval(builder.Recipe):
   """Find the code of one name among facts hidden in a document.
 
-  The prompt in characters is the document, the facts on lines of their own, and
-  the fact that is asked for once more, up to its code. In a chat it is the
+  In characters, a prompt is the document, with every fact on a line of its own,
+  and then the fact that is asked for again, up to its code. In a chat it is the
   document and the question.
 
-  Reward: 1 or 0. In characters the answer must be the code and nothing else.
-  In a chat it must hold the code as a number of its own, and no other number
-  with as many digits: a sentence around it is fine, a list of candidates is
-  not. Digits that touch a letter, another digit, or a decimal or thousands
-  separator with digits behind it belong to another number.
+  The reward is 1 or 0. In characters the answer must be the code and nothing
+  else. In a chat it must contain the code as a separate number, and no other
+  number with as many digits: a sentence around the code is accepted, a list of
+  candidates is not. Digits next to a letter, another digit, or a decimal or
+  thousands separator followed by digits belong to another number.
 
-  For a small model trained from nothing, "letters" for haystack and naming, the
-  fact "{name}{code}", short codes and few distractors make the task easy.
+  To make the task easy for a small model trained from scratch, use "letters"
+  for haystack and naming, the fact "{name}{code}", short codes and few
+  distractors.
 
   Attributes:
-    prompt_tokens: length of every prompt, exactly.
-    distractors: facts on other names, with other codes.
-    min_depth: least depth of the fact asked for, 0 at the document's start.
-    max_depth: greatest depth, 1 at its end; distractors are anywhere.
-    names: how many names there are.
+    prompt_tokens: exact length of every prompt.
+    distractors: number of facts about other names, with other codes.
+    min_depth: least depth of the fact that is asked for; 0 is the start of the
+      document.
+    max_depth: greatest depth of it; 1 is the end. Distractors are anywhere.
+    names: number of names.
     naming: "words" (birds) or "letters" (A to Z).
     code_length: digits of a code.
-    code_symbols: digits that codes are made of, from 0 on.
-    haystack: "text", the document, or "letters", random small ones and spaces.
-    document: a text file; empty for the standard library's text.
-    fact: with {name} and, behind it, {code}.
-    question: with {name}; asked in a chat only.
+    code_symbols: number of different digits in codes, from 0 on.
+    haystack: "text" for the document, or "letters" for random lower-case
+      letters and spaces.
+    document: a text file; empty for the text of the standard library.
+    fact: template with {name} and, after it, {code}.
+    question: template with {name}, used in a chat only.
   """
 
   name: ClassVar[str] = "retrieval"
-  rows_builder: ClassVar[type[builder.Rows]] = RetrievalRows
+  rows_builder: ClassVar[type[builder.RowsBuilder]] = RetrievalRows
 
   prompt_tokens: int = 512
   distractors: int = 3
@@ -134,7 +137,8 @@ class Retrieval(builder.Recipe):
       raise ValueError(f"question={self.question!r} needs {{name}}.")
 
   def ingredients(self) -> str:
-    """A digest of the document, which may change under the same name."""
+    """A digest of the document, because a file may change under the same name.
+    """
     if self.haystack == "letters":
       return ""
     read = json.dumps(documents.read(self.document))
@@ -143,7 +147,7 @@ class Retrieval(builder.Recipe):
   def rows(
       self, text: text_lib.Text, split: str
   ) -> Iterator[task_lib.Example]:
-    """Makes the rows of a split.
+    """Yields the rows of a split.
 
     Raises:
       ValueError: too few codes for the distractors, a prompt too short for its
@@ -164,7 +168,7 @@ class Retrieval(builder.Recipe):
       yield self._row(text, self.row_id(split, index), haystack, codes)
 
   def scorer(self, text: text_lib.Text):
-    """Exact in characters; in a chat, the only number of its length."""
+    """1 for the exact code; in a chat, for the only number of its length."""
 
     def score(example, ids):
       said = text.decode(ids)
@@ -212,10 +216,12 @@ class Retrieval(builder.Recipe):
     )
 
   def _filled(self, text, random, haystack, asked, hidden, leads):
-    """The prompt, the start and text of its passage, and the fact's place.
+    """Fills a prompt up to its length with a passage of the document.
 
-    The place is the fact's first character in the passage, and the index of the
-    id in the prompt that holds the line end before it.
+    Returns:
+      The prompt; start and text of the passage; the place of the asked fact in
+      the passage; and the index of the id in the prompt that holds the line
+      break before that fact.
     """
     taken = len(text.prompt(asked, "".join(hidden)).ids)
     room = self.prompt_tokens - taken
@@ -225,7 +231,7 @@ class Retrieval(builder.Recipe):
           f"the question and {len(hidden)} facts take {taken}."
       )
     most = room * text.longest
-    # A token is a character at least.
+    # A token has at least one character.
     starts = max(0, len(haystack) - room)
     for _ in range(_TRIES if starts or self.haystack == "letters" else 0):
       if self.haystack == "letters":
@@ -234,7 +240,7 @@ class Retrieval(builder.Recipe):
       else:
         start = haystack.find("\n", random.randrange(starts)) + 1
         found = haystack[start : start + most]
-      # Drawn here for every try, but from where a try that fails draws on.
+      # Drawn from a copy, so that the number of tries changes nothing else.
       ahead = _copy(random)
       depths = [ahead.uniform(self.min_depth, self.max_depth)]
       depths += [ahead.random() for _ in hidden[1:]]
@@ -267,10 +273,10 @@ def _copy(random):
 
 
 def _document(passage, hidden, depths):
-  """The passage with facts at their depths, and where the first fact is.
+  """Inserts facts into a passage at their depths.
 
   Returns:
-    The text; the place of the first fact in the passage; and in the text.
+    The text, and the place of the first fact in the passage and in the text.
   """
   cuts = [word_start(passage, round(depth * len(passage))) for depth in depths]
   parts, at, place, length = [], 0, 0, 0
@@ -286,19 +292,19 @@ def _document(passage, hidden, depths):
 def fitting(
     count: Callable[[int], int], wanted: int, *, most: int, guess: int
 ) -> int | None:
-  """A size of text for which a prompt has exactly as many ids as wanted.
+  """A size of text for which a prompt has exactly the wanted number of ids.
 
-  More text gives more ids, but for a few where tokens join; so the size is
-  first brought near, and then its neighbours are tried.
+  More text gives more ids, except where tokens join. So the search first brings
+  the size near, and then tries its neighbours.
 
   Args:
-    count: ids by number of characters.
-    wanted: ids.
-    most: characters there are.
-    guess: characters to begin with.
+    count: function from number of characters to number of ids.
+    wanted: number of ids.
+    most: largest number of characters.
+    guess: number of characters to start with.
 
   Returns:
-    The size, at least 1; None if there is none near.
+    The size, at least 1; None if none was found.
   """
   known = {}
 
@@ -319,7 +325,7 @@ def fitting(
       high = size
     step = low + (high - low) // 2
     if len(known) < _STEPS:
-      # A token is about four characters, one in some texts.
+      # A token has about four characters; in some texts only one.
       step = size - found * (4 if found < 0 else 3)
     size = min(max(step, low + 1), high - 1)
   if low == most:
@@ -332,7 +338,7 @@ def fitting(
 
 
 def numbers_in(text: str, digits: int) -> set[str]:
-  """The numbers of so many digits in a text, each as it is written."""
+  """The numbers with this many digits in a text, as they are written."""
   return set(
       re.findall(
           rf"(?<![0-9A-Za-z_])(?<![0-9][.,])[0-9]{{{digits}}}"
@@ -343,7 +349,7 @@ def numbers_in(text: str, digits: int) -> set[str]:
 
 
 def word_start(passage: str, at: int) -> int:
-  """The last position up to `at` where a word begins, 0 at worst."""
+  """The last position up to `at` where a word begins, or 0."""
   while 0 < at < len(passage) and not (
       passage[at].isspace() or passage[at - 1].isspace()
   ):

@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in which split, and in which order: functions of a seed alone.
+"""Assigns things to splits and orders them, as functions of a seed.
 
-Nothing here depends on `hash()` of a string, which differs from process to
-process, or on how many rows somebody asked for.
+Nothing here depends on `hash()` of a string, which differs between processes,
+or on the number of rows.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _TENTHS = {"train": 8, "validation": 1, "test": 1}
 
 
 def generator(*names) -> random.Random:
-  """A random generator that belongs to these names and numbers."""
+  """A random generator that is a function of these names and numbers."""
   return random.Random("/".join(map(str, names)))
 
 
 def part_of(seed: int, key: str) -> str:
-  """The split that owns `key`: eight tenths of all keys are for training.
+  """The split that `key` belongs to; eight tenths of all keys are in "train".
 
-  For things too many to be listed; see `cut`.
+  Use it for keys that cannot be listed, and `cut` for those that can.
   """
   digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
   tenth = int.from_bytes(digest, "big") % 10
@@ -33,7 +33,7 @@ def part_of(seed: int, key: str) -> str:
 
 
 def bounds(length: int) -> dict[str, slice]:
-  """Eight, one and one tenth of a sequence, in this order.
+  """Slices of a sequence: eight tenths, one tenth and one tenth.
 
   Raises:
     ValueError: a split would be empty.
@@ -52,7 +52,7 @@ def bounds(length: int) -> dict[str, slice]:
 
 
 def cut(seed: int, items: Sequence, split: str) -> list:
-  """The items of one split, drawn without regard to their order.
+  """The items of one split, chosen at random.
 
   Raises:
     ValueError: fewer than ten items.
@@ -65,8 +65,8 @@ def cut(seed: int, items: Sequence, split: str) -> list:
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
   """The order of an epoch, i64[size].
 
-  Sorts raw words of Philox, whose stream is fixed; that of numpy's
-  `permutation` may change between its versions.
+  It sorts raw words of Philox, whose output is fixed for all time; numpy's
+  `permutation` may change between versions.
   """
   words = np.random.Philox(np.random.SeedSequence([seed, epoch]))
   return np.argsort(words.random_raw(size), kind="stable")

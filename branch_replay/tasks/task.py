@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop sees of a task: prompts, targets and a reward."""
+"""What training reads of a task: prompts, right answers, and a reward."""
 
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ class Example:
   """One prompt.
 
   Attributes:
-    id: stable: the same row has it in every process and on every machine.
+    id: name of the row, the same in every process and on every machine.
     prompt_ids: i32[P + 1].
-    answer_ids: i32[T], a right answer and its stop id, to be learnt from; None
-      where none is known, which only supervised phases refuse.
-    answer: what `answer_ids` say, without the stop id; None as well.
-    details: what the reward and an analysis need to know; JSON values.
+    answer_ids: i32[T], a right answer with its stop id, to learn from; None if
+      none is known, which only supervised phases refuse.
+    answer: text of `answer_ids` without the stop id, or None.
+    details: whatever the reward or an analysis needs, as JSON values.
   """
 
   id: str
@@ -38,18 +38,18 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-  """Prompts, and a reward of what is answered to them.
+  """Prompts, and a reward for answers to them.
 
   Attributes:
-    name: for messages.
-    vocab_size: ids below it are the task's.
-    stop_ids: ids that end an answer, all of equal rank.
-    score: (example, ids before the stop) -> any finite number, or a bool; see
-      `reward`.
-    rows: split -> its examples, each at its own index.
-    verifiable: whether every answer is right, 1, or not, 0, and an answer that
-      does not stop is not. Then `check` demands as much of the reward, and
-      `score` is not asked about answers that do not stop.
+    name: name for messages.
+    vocab_size: ids below it are valid.
+    stop_ids: ids that end an answer.
+    score: function (example, ids before the stop id) -> a finite number or a
+      bool; see `reward`.
+    rows: examples by the name of their split.
+    verifiable: whether every answer is either right, reward 1, or wrong, reward
+      0, and answers that do not stop are wrong. Then `check` tests this, and
+      `score` is not called for answers that do not stop.
   """
 
   name: str
@@ -60,10 +60,10 @@ class Task:
   verifiable: bool = False
 
   def split(self, name: str) -> Sequence[Example]:
-    """The examples of one split in their own order.
+    """The examples of one split, in order.
 
     Raises:
-      ValueError: no such split, or nothing in it.
+      ValueError: no such split, or it is empty.
     """
     if name not in self.rows:
       raise unknown(f"split of task {self.name!r}", name, self.rows)
@@ -72,25 +72,26 @@ class Task:
     return self.rows[name]
 
   def examples(self, split: str, *, seed: int, start: int = 0) -> "Examples":
-    """All examples, without end, from position `start`; see `Examples`."""
+    """An endless iterator over a split, from position `start`; see `Examples`.
+    """
     return Examples(self, split, seed=seed, position=start)
 
   def reward(self, example: Example, answer_ids) -> float:
-    """The reward of sampled ids; ids are never turned to text and back.
+    """The reward of sampled ids, which are never turned to text and back.
 
-    Of the answer, what precedes its first stop id is scored; of one that was
-    cut off before it stopped, all of it, unless the task is verifiable: then
-    such an answer earns 0. An answer with an id outside the vocabulary earns 0.
+    Only ids before the first stop id are scored. An answer without a stop id is
+    scored as a whole, or has reward 0 if the task is verifiable. An answer with
+    an id outside the vocabulary has reward 0.
 
     Args:
-      example: what was asked.
+      example: the prompt that was answered.
       answer_ids: i[N], as sampled, without padding.
 
     Returns:
       A finite number.
 
     Raises:
-      ValueError: the task's `score` failed, or gave no finite number.
+      ValueError: the task's `score` failed or returned no finite number.
     """
     ids = group.as_ids(answer_ids, "answer").tolist()
     ends = [at for at, id_ in enumerate(ids) if id_ in self.stop_ids]
@@ -107,7 +108,7 @@ class Task:
           f"{where} failed on the ids {ids}: {type(error).__name__}: {error}"
       ) from error
     if getattr(value, "ndim", None) == 0:
-      value = value.item()  # of an array of one number
+      value = value.item()  # an array of one number
     if not isinstance(value, numbers.Real):
       raise ValueError(
           f"{where} must be a number or a bool, not {value!r} of type "
@@ -121,13 +122,13 @@ class Task:
 class Examples:
   """An endless iterator over a split, reshuffled every epoch.
 
-  Position n is example n mod N of epoch n div N, whose order is a permutation
-  keyed by seed and epoch. So `position`, one integer, is all that a checkpoint
-  keeps of it: `task.examples(split, seed=seed, start=position)` goes on with
-  what `next` would have given.
+  Position n is element n mod N of epoch n div N, whose order is a permutation
+  that depends on seed and epoch. So the integer `position` is all a checkpoint
+  has to save: `task.examples(split, seed=seed, start=position)` continues with
+  what `next` would have returned.
 
   Attributes:
-    position: of the example that `next` gives.
+    position: position of the example that `next` will return.
   """
 
   def __init__(self, task: Task, split: str, *, seed: int, position: int):
@@ -154,13 +155,14 @@ class Examples:
 def check(task: Task) -> None:
   """Runs the reward on known answers, before anything is spent on a model.
 
-  Of the first example of every split, the rewards of its own answer, where one
-  is known, and of an empty, an unfinished and a meaningless one must be finite
-  numbers. Of a verifiable task the first must be 1 and the others 0.
+  For the first example of every split it scores the example's own answer, if
+  there is one, and an empty, an unfinished and a meaningless answer. All
+  rewards must be finite. In a verifiable task the first must be 1 and the
+  others 0.
 
   Raises:
-    ValueError: the vocabulary lacks an id, or a reward that is none, or is
-      another than it must be.
+    ValueError: a stop id is outside the vocabulary, or a reward is not what it
+      must be.
   """
   outside = [id_ for id_ in task.stop_ids if not 0 <= id_ < task.vocab_size]
   if not task.stop_ids or outside:
@@ -204,7 +206,7 @@ def check_example(task: Task, example: Example) -> None:
       ("a meaningless answer", [other] * 3 + stop, 0.0),
   ]
   for what, ids, right in answers:
-    reward = task.reward(example, ids)  # raises where it is no finite number
+    reward = task.reward(example, ids)  # raises if it is not finite
     if task.verifiable and reward != right:
       raise ValueError(
           f"{where} the reward of {what}, {ids}, is {reward}; it must be "
@@ -213,7 +215,7 @@ def check_example(task: Task, example: Example) -> None:
 
 
 def unknown(what: str, name: str, known) -> ValueError:
-  """The error for a name that is not there, with the nearest that is."""
+  """A ValueError for an unknown name, which suggests the nearest known one."""
   near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
   hint = f" Did you mean {near[0]!r}?" if near else ""
   return ValueError(

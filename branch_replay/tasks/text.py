@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two ways to write a task's text as ids.
+"""Two ways to turn a task's text into ids: characters, and a chat model's.
 
-Both offer the same: `name`, `vocab_size`, `stop_ids`, `prompt` (a question, and
-a document before it), `answer` (to a prompt), `encode` and `decode` (of a text
-alone), `fingerprint`, and `longest`, the most characters of ordinary text that
-a token stands for.
+Both classes have the same members: `name`, `vocab_size`, `stop_ids`; `prompt`
+(a question, after an optional document), `answer` (to a prompt), `encode` and
+`decode` (of a text alone), `fingerprint`; and `longest`, the most characters of
+ordinary text in one token.
 """
 
 import bisect
@@ -26,13 +26,13 @@ _CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-  """A question, and a document before it, as ids.
+  """A question, after an optional document, as ids.
 
   Attributes:
-    ids: of the whole prompt.
-    ends: for every id, the character of the document behind it; 0 or less
-      before the document, and more than its length behind it.
-    source: what `answer` goes on from.
+    ids: ids of the whole prompt.
+    ends: for every id, the index in the document of the character after it: 0
+      or less before the document, more than its length after it.
+    source: what `answer` needs to continue the prompt.
   """
 
   ids: list[int]
@@ -40,16 +40,16 @@ class Prompt:
   source: Any = None
 
   def position(self, character: int) -> int:
-    """Index of the id that holds this character of the document."""
+    """Index of the id that contains this character of the document."""
     return bisect.bisect_right(self.ends, character)
 
 
 @dataclasses.dataclass(frozen=True)
 class Characters:
-  """One id per ASCII character, for small models trained from nothing.
+  """One id per ASCII character, for small models trained from scratch.
 
-  Ids: 0 padding, 1 begins a prompt, 2 ends an answer, 3 stands before the
-  question, then newline and the printable characters: 100 in all.
+  0 is padding, 1 begins a prompt, 2 ends an answer, 3 precedes the question;
+  then newline and the printable characters follow, 100 ids in all.
   """
 
   name: ClassVar[str] = "characters"
@@ -64,7 +64,7 @@ class Characters:
     """Ids of a text.
 
     Raises:
-      ValueError: a character without an id.
+      ValueError: the text has a character without an id.
     """
     lacking = sorted(set(text) - set(_CHARACTERS))
     if lacking:
@@ -75,13 +75,13 @@ class Characters:
     return [4 + _CHARACTERS.index(character) for character in text]
 
   def decode(self, ids: list[int]) -> str:
-    """Text of ids; the special ones show as U+FFFD and never vanish."""
+    """Text of ids; each special id becomes U+FFFD, so none disappears."""
     return "".join(
         _CHARACTERS[id_ - 4] if id_ >= 4 else "\ufffd" for id_ in ids
     )
 
   def prompt(self, question: str, document: str = "") -> Prompt:
-    """A question, after a document if there is one."""
+    """A prompt: a question, after a document if there is one."""
     ids = [
         self.bos_id, *self.encode(document), self.ask_id,
         *self.encode(question),
@@ -89,12 +89,12 @@ class Characters:
     return Prompt(ids, list(range(len(ids))))
 
   def answer(self, prompt: Prompt, answer: str) -> list[int]:
-    """Ids of an answer to a prompt, with its end."""
+    """Ids of an answer, with the stop id."""
     del prompt  # characters are written in the same way everywhere
     return [*self.encode(answer), self.stop_ids[0]]
 
   def fingerprint(self) -> str:
-    """Differs when the ids of a text would."""
+    """Text that differs if the same text would get other ids."""
     return _CHARACTERS
 
 
@@ -102,15 +102,15 @@ class Characters:
 class Chat:
   """A pretrained model's tokenizer and chat template.
 
-  A prompt is encoded as a whole, so that its parts are joined as the model
-  knows them. Control tokens that a document, a question or an answer spells
-  stay text. A model without a template is asked in plain text, which begins
-  with the first token of its tokenizer where that has one.
+  A prompt is encoded as a whole, so that tokens may span its parts, as they did
+  when the model was trained. If a document, a question or an answer spells a
+  control token, it stays text. A model without a template gets plain text,
+  preceded by the first token of its tokenizer if it has one.
 
   Attributes:
-    pretrained: with a tokenizer and stop ids. Its `end_of_turn` ends the
-      answers that are learnt from; all stop ids end a sampled one.
-    date: what templates that write the day take for today.
+    pretrained: a model with a tokenizer and stop ids. Its `end_of_turn` ends
+      the answers that are learnt from; any stop id ends a sampled answer.
+    date: today's date for templates that write it.
 
   Raises:
     ValueError: no tokenizer or no stop ids.
@@ -118,7 +118,7 @@ class Chat:
 
   name: ClassVar[str] = "chat"
   longest: ClassVar[int] = 10
-  # Raise it when the ids of the same text become others.
+  # Raise it when the same text gets other ids.
   version: ClassVar[int] = 2
   pretrained: pretrained_lib.Pretrained
   date: datetime.date = chat.DATE
@@ -139,14 +139,14 @@ class Chat:
     return self.pretrained.stop_ids
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text alone, without added ones."""
+    """Ids of a text alone, without added tokens."""
     return chat.encode_text(self.pretrained, text).ids
 
   def decode(self, ids: list[int]) -> str:
-    """Text of ids; special tokens are spelt out.
+    """Text of ids, with special tokens spelt out.
 
-    Left out, one inside "48<|x|>21" would make the number 4821. For the same
-    reason an id without a token turns the whole text into U+FFFD.
+    If they were left out, "48<|x|>21" would become the number 4821. For the
+    same reason an id without a token turns the whole text into U+FFFD.
     """
     backend = self.pretrained.tokenizer.backend_tokenizer
     if any(backend.id_to_token(id_) is None for id_ in ids):
@@ -154,17 +154,18 @@ class Chat:
     return backend.decode(ids, skip_special_tokens=False)
 
   def prompt(self, question: str, document: str = "") -> Prompt:
-    """A question, after a document if there is one; see `prompt_of`."""
+    """A prompt: a question, after a document if there is one; see `prompt_of`.
+    """
     return prompt_of(self.pretrained, question, document, date=self.date)
 
   def answer(self, prompt: Prompt, answer: str) -> list[int]:
-    """Ids of an answer to a prompt, with its end.
+    """Ids of an answer to a prompt, with the end of the turn.
 
-    The answer is encoded behind its prompt. Where that changes the prompt's
-    last tokens, which are given, it is encoded at the start of a line.
+    The answer is encoded after its prompt. If that changes the prompt's last
+    tokens, which are given, it is encoded at the start of a line instead.
 
     Raises:
-      ValueError: the answer spells a token without an embedding.
+      ValueError: the answer has a token without an embedding.
     """
     return [*self._after(prompt.source, answer), self.pretrained.end_of_turn]
 
@@ -181,7 +182,7 @@ class Chat:
     return self.encode(answer)
 
   def fingerprint(self) -> str:
-    """Differs when the ids of a text would."""
+    """Text that differs if the same text would get other ids."""
     parts = (
         self.version, self.pretrained.tokenizer.backend_tokenizer.to_str(),
         self.pretrained.tokenizer.special_tokens_map,
@@ -198,20 +199,20 @@ def prompt_of(
     *,
     date: datetime.date = chat.DATE,
 ) -> Prompt:
-  """What a model is asked: a question, after a document if there is one.
+  """The prompt of a chat model: a question, after a document if there is one.
 
   Args:
-    pretrained: with a tokenizer.
+    pretrained: a model with a tokenizer.
     question: any text.
     document: any text, or "".
-    date: what templates that write the day take for today.
+    date: today's date for templates that write it.
 
   Returns:
     The prompt, encoded as a whole.
 
   Raises:
-    ValueError: the template refuses the question, or does not write the
-      document as it is; or the embedding has no row for an id.
+    ValueError: the template refuses the question or changes the document, or
+      the embedding has no row for an id.
   """
   content = f"{document}\n\n{question}" if document else question
   if pretrained.chat_template is not None:
@@ -223,7 +224,7 @@ def prompt_of(
   ids = [*before, *source.ids]
   if not document:
     return Prompt(ids, [0] * len(ids), source)
-  stripped = content.strip()  # as some templates do
+  stripped = content.strip()  # because some templates do
   start = source.text.rfind(stripped)
   if start < 0:
     raise ValueError(

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A value head beside the log-probs, for PPO."""
+"""PPO's readout and loss: log-probs and a value head."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,14 +18,14 @@ PATH = "value_head"
 
 
 class Outputs(NamedTuple):
-  """Leaves [..., G, T]: log-probs, and V before every token."""
+  """Log-probs of the tokens and V before every token, both [..., G, T]."""
 
   log_probs: jax.Array
   values: jax.Array
 
 
 class Targets(NamedTuple):
-  """Constants of the value loss, [..., G, T]."""
+  """Constants of the value loss, both [..., G, T]."""
 
   old_values: jax.Array
   returns: jax.Array
@@ -33,10 +33,10 @@ class Targets(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ActorCritic:
-  """Log-probs, and V = w · h + b of the state before the token.
+  """Readout of log-probs and of V = w · h + b, h the state before the token.
 
   Attributes:
-    temperature: of the log-probs.
+    temperature: temperature of the log-probs.
   """
 
   temperature: float = 1.0
@@ -44,7 +44,7 @@ class ActorCritic:
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
-    """`Outputs` of rows, leaves [N], at least float32."""
+    """`Outputs` of N rows, at least float32; arguments as of any readout."""
     of_token = readout_lib.LogProbs(self.temperature)
     head = params[PATH]
     dtype = config_lib.at_least_float32(hidden_NM.dtype)
@@ -57,12 +57,12 @@ class ActorCritic:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-  """The policy loss and c times the value loss, a sum over branches.
+  """The policy loss plus c times the value loss, summed over branches.
 
   Attributes:
-    objective: of the log-probs.
+    objective: the policy loss.
     coefficient: c.
-    clip: of `surrogates.value_loss`.
+    clip: ε of `surrogates.value_loss`; None for no clipping.
   """
 
   objective: objectives.PolicyLoss
@@ -72,7 +72,7 @@ class Loss:
   def __call__(
       self, outputs: Outputs, answers: objectives.Answers, targets: Targets
   ) -> jax.Array:
-    """The sum over the branches it is given, a scalar."""
+    """The sum over the given branches, a scalar."""
     value_GT = surrogates.value_loss(
         outputs.values, targets.old_values, targets.returns, answers.mask,
         clip=self.clip,
@@ -82,10 +82,7 @@ class Loss:
 
 
 def add_head(params, config: config_lib.ModelConfig):
-  """The parameters with a value head of zeros, unless there is one.
-
-  It is at least float32.
-  """
+  """Adds a value head of zeros, at least float32, unless there is one."""
   if PATH in params:
     return params
   dtype = config_lib.at_least_float32(config.param_dtype)
@@ -94,5 +91,5 @@ def add_head(params, config: config_lib.ModelConfig):
 
 
 def without_head(params):
-  """The parameters of the decoder alone."""
+  """The parameters without the value head."""
   return {name: child for name, child in params.items() if name != PATH}

@@ -1,18 +1,17 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings of a run that goes on and learns nothing."""
+"""Warnings for a run that goes on without learning anything."""
 
 from typing import NamedTuple
 
 
 class Streaks(NamedTuple):
-  """Steps in a row, up to the last one.
+  """How many steps in a row, up to the last, had nothing to learn from.
 
   Attributes:
-    dead: in which no group had answers that differ in reward.
-    truncated: in which no answer stopped.
-    share: of the answers of the dead ones, how many were truncated; a sum over
-      steps.
+    dead: steps in a row in which no group had answers that differ in reward.
+    truncated: steps in a row in which no answer stopped.
+    share: share of answers that were truncated, summed over the `dead` steps.
   """
 
   dead: int = 0
@@ -24,18 +23,20 @@ def observe(
     streaks: Streaks, scalars: dict[str, float], *, after: int,
     compares: bool = True,
 ) -> tuple[Streaks, list[str]]:
-  """The streaks after a step, and what there is to warn of.
+  """Updates the streaks after a step, and says what to warn of.
 
-  A warning comes after `after` steps in a row, and again whenever that number
+  A warning comes after `after` steps in a row, and again each time that number
   has doubled.
 
   Args:
-    streaks: before.
-    scalars: of the step, as they are logged; those of a step without sampling
-      say nothing.
-    after: steps in a row; 0 for no warnings.
-    compares: whether the algorithm learns from differences within a group
-      alone.
+    streaks: the streaks before the step.
+    scalars: the step's scalars, as they are logged. A step without sampling
+      changes nothing.
+    after: number of steps in a row; 0 for no warnings.
+    compares: whether the algorithm learns only from differences within a group.
+
+  Returns:
+    The streaks after the step, and the warnings as text.
   """
   if "dead_groups" not in scalars or not after:
     return streaks, []

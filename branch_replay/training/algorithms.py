@@ -1,11 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is learnt from experience: objectives, and what they need to know.
+"""Training algorithms: the loss of each, and how its constants are computed.
 
-An algorithm names a readout and a loss for `gradients.value_and_grad`, and
-makes from a batch of experience the groups that are run and the constants that
-the loss is given. Weights are settled for the whole batch, so the gradients of
-its groups add up to the gradient of the batch.
+An algorithm names a readout and a loss for `gradients.value_and_grad`. Its
+`prepare` turns a batch of experience into the groups to run and the constant
+arguments of the loss (advantages, weights). Token weights are computed for the
+whole batch at once, so the sum of the groups' gradients is the gradient of the
+batch.
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,13 @@ Advantage = Literal["group_relative", "group_centred", "leave_one_out"]
 
 
 class Known(NamedTuple):
-  """What was computed of the answers before any update; [G, T] a group.
+  """What is computed of a batch before its first update.
 
   Attributes:
-    reference: log-probs of the reference policy, or None.
-    outputs: of the algorithm's readout under the parameters that sampled, or
-      None.
+    reference: log-probs under the reference policy, one [G, T] array for each
+      experience; None if the algorithm has no reference.
+    outputs: the algorithm's readout under the parameters that sampled, one
+      [G, T] pytree for each experience; None if it does not need them.
   """
 
   reference: Sequence[jax.Array] | None = None
@@ -44,39 +46,41 @@ class Known(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Supervised:
-  """−log p of given answers, mean over tokens; for models that know nothing."""
+class MaximumLikelihood:
+  """Supervised learning: the mean of −log p over the tokens of given answers.
+  """
 
   readout: readout_lib.LogProbs = readout_lib.LogProbs()
   needs_reference = False
   needs_outputs = False
 
-  @staticmethod  # one function: a method of each object would compile anew
+  @staticmethod  # a bound method would compile anew per object
   def loss(log_probs_GT, weights_GT):
-    """Σ w (−log p)."""
+    """Σ w (−log p), summed over the given branches."""
     return -jnp.sum(weights_GT * log_probs_GT)
 
   def prepare(self, batch, known: Known):
-    """The batch and its arguments; see `PolicyGradient.prepare`."""
+    """Returns the batch and the token weights; see `PolicyGradient.prepare`."""
     del known
     weights_NGT = reductions.token_weights(masks(batch), "token_mean")
     return batch, (weights_NGT,)
 
   def report(self, outputs_NGT, sampled_NGT, args) -> dict:
-    """answer_loss: −log p in nats a token."""
+    """Returns answer_loss, the mean of −log p in nats per token."""
     del sampled_NGT
     return {"answer_loss": self.loss(outputs_NGT, args[0])}
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient:
-  """GRPO and its kin: one advantage an answer, and a policy loss.
+  """GRPO and related algorithms: one advantage per answer and a policy loss.
 
   Attributes:
-    objective: see `rl.objectives`.
-    advantage: "group_relative" divides by the group's standard deviation,
-      "group_centred" does not, "leave_one_out" has the mean of the others.
-    temperature: the sampler's.
+    objective: the policy loss, made by one of the functions of `rl.objectives`.
+    advantage: how rewards become advantages. "group_relative" subtracts the
+      group's mean and divides by its standard deviation, "group_centred" only
+      subtracts the mean, "leave_one_out" subtracts the mean of the others.
+    temperature: the temperature the answers were sampled at.
   """
 
   objective: objectives.PolicyLoss
@@ -104,18 +108,18 @@ class PolicyGradient:
     return self.objective
 
   def prepare(self, batch, known: Known):
-    """What is run, and the loss's arguments.
+    """Computes advantages and token weights for a batch.
 
     Args:
-      batch: N experiences of one shape.
-      known: what the algorithm needs of them.
+      batch: N experiences, all with tails of the same shape [G, T].
+      known: reference log-probs, if the objective has a KL penalty.
 
     Returns:
-      The experiences to run, and a tuple of arguments whose leaves have the
-      leading axes [N, G].
+      The experiences to run, and a tuple of arguments for the loss whose leaves
+      have the leading axes [N, G].
     """
     rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
-    # An answer of no tokens is none: others are not compared with it.
+    # Others are not compared with an answer of no tokens.
     there_NG = jnp.stack([one.group.tail_lengths > 0 for one in batch])
     if self.advantage == "leave_one_out":
       advantages_NG = advantages.leave_one_out(rewards_NG, there_NG)
@@ -132,12 +136,15 @@ class PolicyGradient:
     return batch, (answers,)
 
   def report(self, outputs_NGT, sampled_NGT, args) -> dict:
-    """Ratios, divergences and agreement with the sampler; see `rl.metrics`.
+    """Scalars to log: ratios, divergences, and agreement with the sampler.
 
     Args:
-      outputs_NGT: of the readout.
-      sampled_NGT: log-probs of the sampler.
-      args: of `prepare`.
+      outputs_NGT: the readout before the update.
+      sampled_NGT: log-probs that the sampler recorded.
+      args: the arguments that `prepare` returned.
+
+    Returns:
+      Scalars by name, described in `rl.metrics`.
     """
     (answers,) = args
     return policy_report(self.objective, outputs_NGT, sampled_NGT, answers)
@@ -145,19 +152,19 @@ class PolicyGradient:
 
 @dataclasses.dataclass(frozen=True)
 class ProximalPolicy:
-  """PPO, arXiv 1707.06347: a value head, and advantages of every token.
+  """PPO, arXiv 1707.06347: a value head, and one advantage per token.
 
-  The reward of an answer sits on its last token. An answer that was cut off
-  earns what its reward says, and nothing is hoped for behind it.
+  The reward of an answer is placed on its last token. The value after the last
+  token is taken to be 0, for answers that were truncated too.
 
   Attributes:
-    objective: see `rl.objectives.ppo`.
-    discount: γ.
-    trace: λ.
-    value_coefficient: of the value loss.
-    value_clip: ε of the value loss, or None.
-    whiten: whether advantages are whitened over the groups of an update.
-    temperature: the sampler's.
+    objective: the policy loss, see `rl.objectives.ppo`.
+    discount: γ of generalised advantage estimation.
+    trace: λ of generalised advantage estimation.
+    value_coefficient: factor of the value loss.
+    value_clip: ε of the clipped value loss; None for no clipping.
+    whiten: whether advantages are whitened over all tokens of an update.
+    temperature: the temperature the answers were sampled at.
   """
 
   objective: objectives.PolicyLoss
@@ -184,7 +191,8 @@ class ProximalPolicy:
     )
 
   def prepare(self, batch, known: Known):
-    """See `PolicyGradient.prepare`."""
+    """Computes advantages, returns and weights; see `PolicyGradient.prepare`.
+    """
     mask_NGT = masks(batch)
     values_NGT = jnp.stack([outputs.values for outputs in known.outputs])
     lengths_NG = jnp.stack([one.group.tail_lengths for one in batch])
@@ -205,7 +213,7 @@ class ProximalPolicy:
     return batch, (answers, actor_critic.Targets(values_NGT, returns_NGT))
 
   def report(self, outputs_NGT, sampled_NGT, args) -> dict:
-    """As of `PolicyGradient`, and value_error, the mean of (V − R)²."""
+    """As `PolicyGradient.report`, and value_error, the mean of (V − R)²."""
     answers, targets = args
     report = policy_report(
         self.objective, outputs_NGT.log_probs, sampled_NGT, answers
@@ -216,13 +224,13 @@ class ProximalPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-  """DPO or IPO on pairs of a group's own answers: better against worse.
+  """DPO or IPO on pairs made of a group's own answers.
 
-  Answers are sorted by reward, and the best is paired with the worst, the
-  second with the second worst, and so on; a pair of equal rewards is dropped.
+  Answers are sorted by reward. The best is paired with the worst, the second
+  best with the second worst, and so on. Pairs of equal reward are dropped.
 
   Attributes:
-    loss: `rl.preference.Dpo` or `Ipo`.
+    loss: `rl.preference.Dpo` or `rl.preference.Ipo`.
   """
 
   loss: preference.Dpo | preference.Ipo
@@ -234,7 +242,7 @@ class Preference:
     return readout_lib.LogProbs()
 
   def prepare(self, batch, known: Known):
-    """See `PolicyGradient.prepare`; answers are in the order of pairs."""
+    """Orders answers in pairs and weighs them; see `PolicyGradient.prepare`."""
     arranged, references, kept = [], [], []
     for one, reference in zip(batch, known.reference, strict=True):
       rows, real = pairs(
@@ -250,7 +258,7 @@ class Preference:
     )
 
   def report(self, outputs_NGT, sampled_NGT, args) -> dict:
-    """margin: mean of h; ordered: the share of pairs with h > 0."""
+    """Scalars to log: margin, the mean of h; ordered, the share with h > 0."""
     del sampled_NGT
     (of_pairs,) = args
     margin_N = preference.margins(outputs_NGT, of_pairs)
@@ -261,24 +269,26 @@ class Preference:
     }
 
 
-# Not under `jit`, its scan would be compiled anew by every call.
+# Outside of `jit` every call would compile its scan anew.
 _gae = jax.jit(advantages.gae, static_argnames=("discount", "trace"))
 
-Algorithm = Supervised | PolicyGradient | ProximalPolicy | Preference
+Algorithm = MaximumLikelihood | PolicyGradient | ProximalPolicy | Preference
 
 
 def pairs(
     rewards_G: np.ndarray, there_G: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Rows in pairs, a better answer and a worse one, and which pairs are real.
+  """Pairs a group's answers: a better and a worse one by turns.
 
   Args:
-    rewards_G: of an even number of answers.
-    there_G: bool[G], the answers that are paired; None for all.
+    rewards_G: rewards of the G answers; G is even.
+    there_G: bool[G], the answers that may be paired; None for all.
 
   Returns:
-    rows, i[G], places of answers; real, bool[G], false for both rows of a pair
-    of equal rewards, and for rows that have no partner.
+    rows: i[G], indices of answers. Rows 2i and 2i + 1 are the better and the
+      worse answer of pair i.
+    real: bool[G], false for both rows of a pair of equal rewards and for rows
+      without a partner. These rows must have no weight in the loss.
   """
   if there_G is None:
     there_G = np.ones(rewards_G.shape, bool)
@@ -294,7 +304,7 @@ def pairs(
 
 
 def policy_report(objective, log_probs_NGT, sampled_NGT, answers) -> dict:
-  """What there is to see of a policy loss; see `rl.metrics`."""
+  """Scalars that describe a policy loss before its update; see `rl.metrics`."""
   found = metrics.mismatch(log_probs_NGT, sampled_NGT, answers.mask)
   if objective.ratio != "none":
     found |= metrics.ratios(
@@ -310,12 +320,12 @@ def policy_report(objective, log_probs_NGT, sampled_NGT, answers) -> dict:
 
 
 def masks(batch) -> jax.Array:
-  """bool[N, G, T], the tokens of the answers."""
+  """bool[N, G, T]: which entries are tokens of an answer and not padding."""
   return jnp.stack([one.group.mask() for one in batch])
 
 
 def log_probs(batch) -> jax.Array:
-  """f32[N, G, T], of the sampler."""
+  """f32[N, G, T]: log-probs that the sampler recorded."""
   return jnp.asarray(np.stack([one.log_probs for one in batch]))
 
 

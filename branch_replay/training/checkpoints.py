@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: train state, data position, key; written by orbax.
+"""Checkpoints of a run, written by orbax: train state and progress.
 
-A checkpoint is written under another name and renamed when it is complete, so
-one that is killed while it saves leaves the one before as the latest. What was
-saved on any number of devices is restored on any other. Parameters that are not
-finite are never saved.
+A checkpoint is written under a temporary name and renamed when it is complete,
+so a process that is killed while it saves leaves the previous checkpoint as the
+latest. A train state saved on any number of devices can be restored on any
+other. Parameters that are not finite are never saved.
 """
 
 import pathlib
@@ -25,12 +25,12 @@ _RUN = "run"
 
 
 class Progress(NamedTuple):
-  """Where a run is.
+  """How far a run is.
 
   Attributes:
     step: steps done, of all phases.
-    position: of the next example of the phase that runs now.
-    seed: of the run, whose key is a function of it; a resumed run has the same.
+    position: position of the next example of the current phase.
+    seed: the run's seed; a resumed run must have the same.
   """
 
   step: int
@@ -39,24 +39,25 @@ class Progress(NamedTuple):
 
 
 class Damaged(Exception):
-  """A checkpoint that seems complete and cannot be read."""
+  """Raised for a checkpoint that looks complete and cannot be read."""
 
 
 class Checkpoints:
-  """The latest train states of a run, and its reference policy.
+  """The latest train states of a run, and its reference policies.
 
   Args:
-    directory: made if needed; relative paths are resolved here, because orbax
-      accepts them and fails later.
-    keep: how many of the latest remain.
+    directory: where they are; it is made if missing.
+    max_to_keep: number of latest train states that are kept.
   """
 
-  def __init__(self, directory: pathlib.Path, *, keep: int = 2):
+  def __init__(self, directory: pathlib.Path, *, max_to_keep: int = 2):
     self._directory = pathlib.Path(directory).resolve()
     self._steps = self._directory / "steps"
     self._manager = ocp.CheckpointManager(
         self._steps,
-        options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=max_to_keep, create=True
+        ),
     )
     self._saved = None
 
@@ -72,10 +73,10 @@ class Checkpoints:
     return next(iter(step_folders.complete(self._steps, _ITEMS)), None)
 
   def recover(self) -> None:
-    """Moves what is no complete checkpoint aside, and warns of it.
+    """Moves folders that are not complete checkpoints aside, with a warning.
 
-    For the process that trains, before it goes on: one that is looked at from
-    elsewhere may be about to be completed.
+    Only the process that trains may call this, before it resumes. To any other
+    process a checkpoint that is still being written looks incomplete.
     """
     for step in step_folders.numbered(self._steps):
       why = step_folders.lacks(self._steps / str(step), _ITEMS)
@@ -84,7 +85,7 @@ class Checkpoints:
     self._manager.reload()
 
   def set_aside(self, step: int, why: str) -> None:
-    """Moves one checkpoint aside, and warns of it."""
+    """Moves the checkpoint of one step aside, with a warning."""
     step_folders.set_aside(self._steps, step, why)
     self._manager.reload()
 
@@ -92,15 +93,15 @@ class Checkpoints:
       self, train_state: step_lib.TrainState, progress: Progress,
       run: dict | None = None,
   ) -> None:
-    """Saves in the background; a step that is there already is left alone.
+    """Saves a checkpoint in the background, unless this step was saved before.
 
     Args:
-      train_state: what is saved.
-      progress: where the run is.
-      run: what it is, as JSON, see `identity`; None to say nothing of it.
+      train_state: the train state.
+      progress: how far the run is.
+      run: description of the run, see `identity`; None to save none.
 
     Raises:
-      ValueError: parameters that are not finite, or nothing was written.
+      ValueError: parameters that are not finite, or orbax wrote nothing.
     """
     if progress.step in (self._saved, self.latest()):
       return
@@ -120,7 +121,7 @@ class Checkpoints:
     self._saved = progress.step
 
   def progress(self) -> Progress | None:
-    """Of the latest checkpoint, without its arrays."""
+    """The progress of the latest checkpoint; no arrays are read."""
     step = self.latest()
     if step is None:
       return None
@@ -130,7 +131,7 @@ class Checkpoints:
     return Progress(**found["progress"])
 
   def run(self) -> dict | None:
-    """What the latest checkpoint says the run is; None if it says nothing."""
+    """The run description in the latest checkpoint; None if there is none."""
     step = self.latest()
     if step is None or not (self._steps / str(step) / _RUN).exists():
       return None
@@ -140,14 +141,15 @@ class Checkpoints:
     return found[_RUN]
 
   def restore(self, like) -> step_lib.TrainState:
-    """The latest train state.
+    """Reads the latest train state.
 
     Args:
-      like: a train state of `jax.ShapeDtypeStruct`, with the shardings it is
-        to have here.
+      like: a train state of `jax.ShapeDtypeStruct`, with the shardings the
+        arrays are to have.
 
     Raises:
-      ValueError: there is none, or it has other arrays.
+      ValueError: there is no checkpoint, or its arrays have other names, shapes
+        or dtypes.
       Damaged: its arrays cannot be read.
     """
     step = self.latest()
@@ -159,18 +161,18 @@ class Checkpoints:
           step,
           args=ocp.args.Composite(train_state=ocp.args.StandardRestore(like)),
       )
-    except Exception as error:  # of many kinds, by what is damaged
+    except Exception as error:  # of any kind, depending on the damage
       raise Damaged(f"its arrays cannot be read ({error})") from error
     return found["train_state"]
 
   def _check_arrays(self, step: int, like) -> None:
-    """Shapes and dtypes; orbax would cast to other dtypes without a word."""
+    """Compares shapes and dtypes; orbax would cast dtypes without a word."""
     try:
       found = ocp.StandardCheckpointHandler().metadata(
           self._steps / str(step) / "train_state"
       )
       there = _arrays(found.tree)
-    except Exception as error:  # of many kinds, by what is damaged
+    except Exception as error:  # of any kind, depending on the damage
       raise Damaged(f"its arrays cannot be read ({error})") from error
     here = _arrays(like)
     differ = [
@@ -187,12 +189,12 @@ class Checkpoints:
       )
 
   def save_reference(self, phase: int, params) -> None:
-    """Saves what a phase stays close to, and waits for it.
+    """Saves the reference policy of a phase, and waits until it is written.
 
     Args:
-      phase: its number: a run that is resumed in an earlier phase needs that
-        one's.
-      params: of the reference policy.
+      phase: number of the phase. Every phase has its own file, because a run
+        may resume in an earlier one.
+      params: parameters of the reference policy.
 
     Raises:
       ValueError: parameters that are not finite.
@@ -202,7 +204,7 @@ class Checkpoints:
       checkpointer.save(self._reference(phase), params, force=True)
 
   def restore_reference(self, phase: int, like) -> Any:
-    """What `save_reference` saved, placed like the given shapes."""
+    """Reads the reference policy of a phase, placed like the given shapes."""
     with ocp.StandardCheckpointer() as checkpointer:
       return checkpointer.restore(self._reference(phase), like)
 
@@ -211,13 +213,14 @@ class Checkpoints:
 
 
 def check_finite(tree, where: str) -> None:
-  """Raises ValueError, with their names, for arrays that are not finite.
+  """Raises ValueError, naming the arrays, if some are not finite.
 
-  Of an optimizer's state NaN alone is refused: some begin with infinity.
+  In the optimizer's state only NaN is refused, because some optimizers start
+  with infinities.
 
   Args:
     tree: a train state, or parameters.
-    where: for the message.
+    where: what the message calls the tree.
   """
   bad = [name for name, fine in zip(
       _arrays(tree), jax.device_get(_finite(tree)), strict=True
@@ -232,7 +235,7 @@ def check_finite(tree, where: str) -> None:
 
 @jax.jit
 def _finite(tree):
-  """For every array whether it is finite: all in one pass over them."""
+  """One bool for every array, computed in one pass over all of them."""
   def fine(path, x):
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       return jnp.bool_(True)
@@ -254,7 +257,7 @@ def _arrays(tree) -> dict[str, str]:
 
 
 def _name(path) -> str:
-  """As in "params.embed", for fields, keys and places alike."""
+  """A path as in "params.embed", for fields, keys and indices alike."""
   return ".".join(
       str(next(
           getattr(key, field) for field in ("name", "key", "idx")
@@ -265,10 +268,10 @@ def _name(path) -> str:
 
 
 def shapes(train_state, where=None):
-  """A tree of shapes to restore by.
+  """Shapes, dtypes and shardings of a tree, to restore it by.
 
   Args:
-    train_state: arrays or shapes.
+    train_state: a tree of arrays or of shapes.
     where: a tree of shardings, or None for the first device.
   """
   if where is None:

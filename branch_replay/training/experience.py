@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experience: answers of one prompt, sampled or given, as learning sees them.
+"""Experience: a prompt with its answers and their rewards, ready to learn from.
 """
 
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ Truncated = Literal["score", "zero", "leave_out"]
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-  """How answers are sampled.
+  """How answers are sampled, and what of them is kept for learning.
 
   Attributes:
     branches: G, answers to every prompt.
     max_tokens: T, the most tokens of an answer.
-    law: temperature and truncation. Training needs a temperature above 0 and
-      no truncation: the ratio of a policy to a truncated one is never 1.
-    hold: what is held from sampling to learning: the captured "state", with
-      the prefix's "activations" too, so that the prefix pass does not run it
-      again, or "nothing", which captures once more and has the memory of one
-      state however many prompts a step has.
-    truncated: what an answer is worth that reached `max_tokens` before it
-      stopped: what the task's reward says of it as it stands, "score" (a
-      verifiable task says 0); 0, "zero"; or it is left out of learning,
-      "leave_out": it has no weight in the loss and no part in what the others
-      of its group are compared with.
+    law: temperature and truncation. Training needs a temperature above 0 and no
+      top-k or top-p: the ratio of the policy to a truncated one is never 1.
+    hold: what stays in memory from sampling to learning. "state" holds the
+      captured state of every prompt; "activations" also holds the prefix's
+      activations, so that the backward pass need not compute them again;
+      "nothing" captures the prompt again for learning, so that there is only
+      one state at a time, whatever the number of prompts.
+    truncated: reward of an answer that reached `max_tokens` before it stopped.
+      "score" asks the task (a verifiable task says 0), "zero" is 0, and
+      "leave_out" takes the answer out of learning: it has no weight in the loss
+      and the others of its group are not compared with it.
   """
 
   branches: int
@@ -70,15 +70,16 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experience:
-  """One prompt, its answers, and what they earned.
+  """One prompt, its answers, and their rewards.
 
   Attributes:
-    id: of the example.
-    group: prompt and answers, tails [G, T].
-    log_probs: f32[G, T], of the sampler at its temperature.
+    id: id of the example.
+    group: prompt and answers; the tails are [G, T].
+    log_probs: f32[G, T], log-probs that the sampler recorded at its
+      temperature.
     rewards: f32[G]; 0 for an answer that is left out.
     finished: bool[G], whether a stop id ended the answer.
-    state: the captured prefix, if it is held.
+    state: the captured state of the prompt, if it is held.
     counts: bool[G], whether the answer is learnt from; None for all.
   """
 
@@ -92,7 +93,7 @@ class Experience:
 
   @property
   def counted(self) -> np.ndarray:
-    """bool[G], whether an answer is learnt from."""
+    """bool[G]: `counts`, with None replaced by all true."""
     if self.counts is None:
       return np.ones(self.rewards.shape, bool)
     return self.counts
@@ -110,24 +111,25 @@ def collect(
     schedule: Schedule = Schedule(),
     speculator=None,
 ) -> Experience:
-  """Samples answers to one prompt and asks the task what they are worth.
+  """Samples answers to one prompt and scores them.
 
   Args:
     model: the decoder.
     params: its parameters, on one device.
-    task: whose stop ids end an answer.
-    example: what is asked.
-    rollouts: how it is answered.
-    key: a PRNG key of this prompt and step.
+    task: the task that scores the answers; its stop ids end an answer.
+    example: the prompt.
+    rollouts: how answers are sampled.
+    key: a PRNG key for this prompt and step.
     version: u32 that stands for these parameters.
-    schedule: of the capture.
-    speculator: a `drafting.speculator.Speculator` that drafts, or None.
+    schedule: chunk size and policies of the capture.
+    speculator: a `drafting.speculator.Speculator` that drafts tokens, or None.
 
   Returns:
     The experience.
 
   Raises:
-    ValueError: a prompt that the model cannot run, or a reward that is none.
+    ValueError: a prompt that the model cannot run, or a reward that is not a
+      finite number.
   """
   prompt = group_lib.Group.create(
       example.prompt_ids, [[]], config=model.config
@@ -147,7 +149,7 @@ def collect(
   tokens, lengths, log_probs, finished = jax.device_get(
       (rollout.tokens, rollout.lengths, rollout.log_probs, rollout.finished)
   )
-  # By way of the host: learning may run on other devices.
+  # On the host, because learning may run on other devices.
   group = dataclasses.replace(
       prompt, tails=jnp.asarray(tokens), tail_lengths=jnp.asarray(lengths)
   )
@@ -156,7 +158,7 @@ def collect(
       task.reward(example, row[:length]) if ask else 0.0
       for row, length, ask in zip(tokens, lengths, asked, strict=True)
   ]
-  # As float32 they are learnt from: one that is too large for it is caught too.
+  # Learning reads them as float32; one too large becomes ∞ and is refused.
   with np.errstate(over="ignore"):
     rewards = np.asarray(rewards, np.float32)
   rewards = advantages.check_rewards(rewards, (rollouts.branches,))
@@ -168,15 +170,15 @@ def collect(
 
 
 def bare(one: Experience) -> Experience:
-  """The experience without the state it holds."""
+  """The experience without its state."""
   return dataclasses.replace(one, state=None)
 
 
 def learnt(one: Experience) -> Experience:
-  """The experience with an answer of no tokens for every one that is left out.
+  """The experience with the answers that are left out made empty.
 
-  Nothing is learnt from an empty answer: it has no weight in a loss, and no
-  part in what others are compared with.
+  An empty answer has no weight in a loss, and no other answer is compared with
+  it.
   """
   if one.counted.all():
     return one
@@ -195,15 +197,15 @@ def recapture(
     version: int,
     schedule: Schedule = Schedule(),
 ) -> Experience:
-  """The experience with the state of its prompt under other parameters.
+  """The experience with its prompt's state captured under new parameters.
 
   Args:
     model: the decoder.
-    params: the parameters to capture under.
-    one: what was sampled.
-    rollouts: whose `hold` says whether activations are kept.
-    version: of these parameters.
-    schedule: of the capture.
+    params: the new parameters.
+    one: the experience.
+    rollouts: their `hold` says whether activations are kept.
+    version: u32 that stands for the new parameters.
+    schedule: chunk size and policies of the capture.
   """
   state = prefix.capture(
       model, params, one.group, keep=rollouts.hold == "activations",
@@ -215,18 +217,19 @@ def recapture(
 def given(
     model: decoder.Decoder, example: task_lib.Example, *, width: int
 ) -> Experience:
-  """The example's own answer as the only one, to be learnt from.
+  """An experience whose only answer is the example's own.
 
   Args:
     model: the decoder.
-    example: with an answer of at most `width` tokens.
-    width: T, so that a batch has one shape.
+    example: an example with an answer of at most `width` tokens.
+    width: T, tokens that the answer is padded to, so that batches have one
+      shape.
 
   Returns:
-    The experience, its reward 1.
+    The experience; its reward is 1.
 
   Raises:
-    ValueError: a longer answer, or none.
+    ValueError: the example has no answer, or a longer one.
   """
   check_answer(example)
   answer = np.asarray(example.answer_ids)
@@ -248,7 +251,7 @@ def given(
 
 
 def check_answer(example: task_lib.Example) -> None:
-  """Raises ValueError for an example without an answer to learn from."""
+  """Raises ValueError for an example without `answer_ids`."""
   if example.answer_ids is None:
     raise ValueError(
         f"Example {example.id!r} has no answer_ids to learn from: a supervised "
@@ -257,14 +260,14 @@ def check_answer(example: task_lib.Example) -> None:
 
 
 def width(batch: Sequence[Experience]) -> int:
-  """T that the answers of a batch share: the bucket of the longest."""
+  """T for a batch: the longest answer, rounded up to a bucket."""
   longest = max(int(np.max(one.group.tail_lengths)) for one in batch)
   room = batch[0].group.tails.shape[1]
   return min(room, max(1, group_lib.bucket(longest)))
 
 
 def trim(one: Experience, tokens: int) -> Experience:
-  """The experience with T cut to `tokens`, which hold all its answers."""
+  """Cuts the tails to `tokens`, which must be enough for every answer."""
   tails = one.group.tails[:, :tokens]
   return dataclasses.replace(
       one, group=dataclasses.replace(one.group, tails=tails),
@@ -273,15 +276,15 @@ def trim(one: Experience, tokens: int) -> Experience:
 
 
 def take(one: Experience, rows: np.ndarray, arrays: Any = ()):
-  """The experience with the answers at `rows`, in this order.
+  """Selects answers of an experience.
 
   Args:
     one: the experience.
-    rows: i[G'], places of answers.
-    arrays: a pytree with leading axis G, taken alike.
+    rows: i[G'], indices of the answers, in the wanted order.
+    arrays: a pytree with leading axis G, of which the same rows are taken.
 
   Returns:
-    The experience, and the arrays.
+    The experience and the arrays with these answers only.
   """
   group = dataclasses.replace(
       one.group, tails=one.group.tails[rows],

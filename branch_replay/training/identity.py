@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, as JSON, to be compared with what a checkpoint says it was.
+"""A run described as JSON, to tell whether a checkpoint is of the same run.
 
-A description goes through everything that a run's result depends on: the
-fields of its dataclasses, and of a function, as optimizers and schedules are,
-its name, the values it closes over and the numbers in its code. So a learning
-rate that is hidden in an optimizer counts like any other field.
+The description contains everything the result of a run depends on: the fields
+of its dataclasses, and for a function (optimizers are closures) its name, the
+values it closes over and the numbers in its code. So a learning rate hidden in
+an optimizer is compared like any other field.
 """
 
 from collections.abc import Mapping
@@ -26,22 +26,28 @@ import numpy as np
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
 
-_ROWS = 256  # of a split, that its digest reads
-_SMALL = 1 << 16  # numbers of an array whose values are compared
-# Fields that change no result, by the class that has them; and the model of a
-# learner, which is the run's.
+_ROWS = 256  # read of a split for its digest
+_SMALL = 1 << 16  # numbers; of larger arrays only shape and dtype are compared
+# Fields that are left out, by class: they change no result, or, like a
+# learner's model, are described elsewhere.
 _FREE = {
     "Schedule": ("layout",),
     "Rollouts": ("hold",),
     "Learner": ("model",),
-    "Evaluation": ("every",),
-    "Supervised": ("schedule",),  # of the log
-    "Reinforce": ("schedule", "speculator"),
+    "HeldOutEvaluation": ("every",),
+    "Supervised": ("learning_rate",),  # a copy for the log
+    "Reinforce": ("learning_rate", "speculator"),
+}
+# Classes that checkpoints know by another name. Without this, the checkpoint of
+# the same run would be refused.
+_SAVED_NAMES = {
+    "MaximumLikelihood": "Supervised",
+    "HeldOutEvaluation": "Evaluation",
 }
 
 
 def of_run(run) -> dict:
-  """A `loop.Run` as JSON; see the module."""
+  """The description of a `loop.TrainingRun`; see the module."""
   return {
       "seed": run.seed,
       "model": describe(run.model.config),
@@ -55,20 +61,21 @@ def of_run(run) -> dict:
 def check(
     there: dict | None, here: dict, step: int, may_differ: Sequence[str] = ()
 ) -> None:
-  """Refuses to go on with a run as another one.
+  """Raises ValueError if two descriptions are not of the same run.
 
-  Steps of the phase that the run is in may change, down to those that are done,
-  and phases may be added at the end.
+  The number of steps of the phase the run is in may differ, as long as it is
+  not below the steps done, and phases may be added at the end.
 
   Args:
-    there: `of_run` of the run that was saved; None where that is not known,
-      which is warned of.
-    here: `of_run` of this one.
-    step: that the saved one has done, of all phases.
-    may_differ: paths of what may differ besides.
+    there: description of the saved run; None if its checkpoint has none, which
+      only causes a warning.
+    here: description of this run.
+    step: steps the saved run has done, of all phases.
+    may_differ: paths of further parts that may differ.
 
   Raises:
-    ValueError: they differ; every difference is named, with both values.
+    ValueError: the runs differ; the message names every difference with both
+      values.
   """
   if there is None:
     warnings.warn(
@@ -92,7 +99,7 @@ def check(
   if found:
     advice = (
         " A learning rate that falls until the last update changes with the "
-        "steps: only a run whose rate ends constant can be extended."
+        "steps: only a run whose rate ends constant can be made longer."
         if any(".optimizer" in one for one in found) else ""
     )
     more = f"; and {len(found) - 8} more" * (len(found) > 8)
@@ -113,7 +120,7 @@ def _shown(value) -> str:
 
 
 def _kind(kind: type) -> str:
-  """The name of a class, or of the one of this package that it extends."""
+  """Name of a class, or of the class of this package that it extends."""
   ours = (x for x in kind.__mro__ if x.__module__.startswith("branch_replay."))
   return next(ours, kind).__qualname__
 
@@ -121,13 +128,15 @@ def _kind(kind: type) -> str:
 def describe(
     value: Any, *, fluid: bool = True, _inside: tuple[int, ...] = ()
 ) -> Any:
-  """A value as JSON: equal values, made in other processes, are equal there.
+  """Describes a value as JSON; equal values have equal descriptions.
+
+  This holds across processes too.
 
   Args:
-    value: anything; of an object that is none of numbers, text, containers,
-      arrays, dataclasses and functions, the type alone counts.
-    fluid: whether lists, dicts and sets count by what they hold. A reward may
-      keep a memory in one, which grows while it is used.
+    value: anything. Numbers, text, containers, arrays, dataclasses and
+      functions are described by content; of any other object only the type is.
+    fluid: whether lists, dicts and sets are described by content. False is for
+      reward functions, which may fill a cache while they are used.
   """
   if isinstance(value, enum.Enum):
     return f"{type(value).__qualname__}.{value.name}"
@@ -163,7 +172,8 @@ def describe(
         name for kind in type(value).__mro__
         for name in _FREE.get(kind.__name__, ())
     ]
-    return {"type": type(value).__qualname__} | {
+    name = type(value).__qualname__
+    return {"type": _SAVED_NAMES.get(name, name)} | {
         field.name: inner(getattr(value, field.name))
         for field in dataclasses.fields(value)
         if field.name not in free
@@ -182,7 +192,7 @@ def describe(
 
 
 def _function(value, inner) -> Any:
-  """Name, closure, defaults, and numbers in the code."""
+  """A function's name, closure, defaults, and the floats in its code."""
   found = {}
   names, cells = value.__code__.co_freevars, value.__closure__ or ()
   for name, cell in zip(names, cells, strict=True):
@@ -211,7 +221,8 @@ def _array(value) -> str:
 
 
 def _task(task: task_lib.Task, inner) -> dict:
-  """Name, reward and rows; of a long split some rows stand for all."""
+  """A task's name, reward and rows; at most `_ROWS` rows of a split are read.
+  """
   rows = {}
   for name in sorted(task.rows):
     split = task.rows[name]
@@ -245,9 +256,9 @@ def _digest(arrays) -> str:
 
 
 def differences(there: Any, here: Any, path: str = "") -> list[tuple]:
-  """Places in which two descriptions differ: (path, value there, value here).
+  """Lists where two descriptions differ, as (path, value there, value here).
 
-  Where one has a field and the other has not, the value is the text "missing".
+  A field that only one of them has is "missing" in the other.
   """
   if isinstance(there, Mapping) and isinstance(here, Mapping):
     pairs = [

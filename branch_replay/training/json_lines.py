@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that every reader of JSON reads, and files with an object a line.
+"""JSON files with one object per line, in which NaN and infinity survive.
 
 JSON has no NaN and no infinity. A number that is not finite is written as null,
-and what it was is noted beside it:
+and its value is noted beside it:
 
   {"step": 3, "loss": null, "not_finite": {"loss": "nan"}}
 """
@@ -17,14 +17,14 @@ NOTE = "not_finite"
 
 
 def plain(value: Any) -> tuple[Any, dict[str, str]]:
-  """The value with null for numbers that are not finite, and what they were.
+  """Replaces numbers that are not finite by None.
 
   Args:
-    value: what JSON can hold, but for such numbers.
+    value: dicts, lists, numbers and text, as JSON has them.
 
   Returns:
-    The value, and "nan", "inf" or "-inf" by the number's path, as in
-    "runs[2].loss".
+    The value, and a dict from the path of each replaced number, as in
+    "runs[2].loss", to "nan", "inf" or "-inf".
   """
   found = {}
 
@@ -45,7 +45,8 @@ def plain(value: Any) -> tuple[Any, dict[str, str]]:
 
 
 def dumps(value: Any, **options) -> str:
-  """`json.dumps`, with a note in an object that had a number not finite."""
+  """`json.dumps`, with the note for an object with numbers that are not finite.
+  """
   value, found = plain(value)
   if found and isinstance(value, dict):
     value = {**value, NOTE: found}
@@ -53,7 +54,7 @@ def dumps(value: Any, **options) -> str:
 
 
 def restored(row: dict) -> dict:
-  """An object as it was before `dumps`, as far as its own numbers go."""
+  """Puts an object's own noted numbers back; deeper ones stay null."""
   found = row.get(NOTE)
   if not isinstance(found, dict):
     return row
@@ -64,19 +65,19 @@ def restored(row: dict) -> dict:
 
 
 def read(file: pathlib.Path) -> list[dict]:
-  """All complete lines of a file; none if there is no file.
+  """Reads all complete lines of a file; an absent file has none.
 
-  A line is complete with its line break: half a line at the end is what a
-  process leaves that is killed while it writes, and is dropped.
+  A line is complete if it ends with a line break. A process that is killed
+  while it writes leaves half a line at the end, which is dropped.
 
   Args:
-    file: with one JSON object a line.
+    file: a file with one JSON object per line.
 
   Returns:
-    The objects, numbers that are not finite among them.
+    The objects, with their numbers restored.
 
   Raises:
-    ValueError: a complete line that is no JSON object.
+    ValueError: a complete line that is not a JSON object.
   """
   if not file.exists():
     return []
@@ -97,7 +98,8 @@ def read(file: pathlib.Path) -> list[dict]:
 
 
 def mend(file: pathlib.Path) -> None:
-  """Drops half a line at the end of a file, so that lines can be appended."""
+  """Cuts off half a line at the end of a file, so that lines can be appended.
+  """
   if not file.exists():
     return
   data = file.read_bytes()

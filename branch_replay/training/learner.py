@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a batch of experience to one update, a group's gradient at a time.
+"""Updates: from a batch of experience to new parameters, one group at a time.
 
-The states that sampling left behind are replayed as long as their parameters
-are those of now; after an update they are captured anew, or knowingly replayed
-stale, which is an approximation to be studied.
+States captured for sampling are replayed as long as the parameters are those
+they were captured under. After an update they are captured again, or replayed
+although they are stale, which is an approximation and has to be asked for.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ from branch_replay.training import step as step_lib
 
 
 class Update(NamedTuple):
-  """What one update did.
+  """What one update returns.
 
   Attributes:
-    train_state: after it.
-    loss: of the batch before it.
-    grad_norm: of its gradient, before any clipping.
-    report: of the algorithm, before the update; and `rounded_away` of
-      `step.Applied` where parameters are narrower than float32.
-    skipped: see `step.Applied`.
+    train_state: the train state after the update.
+    loss: loss of the batch before the update.
+    grad_norm: norm of the gradient before clipping.
+    report: the algorithm's scalars before the update; also `rounded_away` of
+      `step.Applied` if parameters are narrower than float32.
+    skipped: bool[], see `step.Applied`.
   """
 
   train_state: step_lib.TrainState
@@ -57,15 +57,16 @@ class Learner:
 
   Attributes:
     model: the decoder.
-    algorithm: see `algorithms`.
-    optimizer: of the trained parameters.
-    prefix_gradient: as in `gradients.replay`.
-    sampling: of "sampled".
-    schedule: sizes, policies and layout.
+    algorithm: one of `algorithms`.
+    optimizer: optax optimizer of the trained parameters.
+    prefix_gradient: how the prefix is differentiated, as in
+      `gradients.replay`.
+    sampling: which chunks prefix_gradient="sampled" runs.
+    schedule: sizes, policies and layout of the computation.
     trainable: "all" or "adapters".
-    balance: of a mixture of experts, as in `gradients.value_and_grad`; of
-      a batch the mean of its groups' terms.
-    param_dtype: of trained parameters, as in `step.create`.
+    balance: coefficient of the load-balance term of mixtures of experts, as in
+      `gradients.value_and_grad`; a batch has the mean of its groups' terms.
+    param_dtype: dtype of the trained parameters, as in `step.create`.
   """
 
   model: decoder.Decoder
@@ -100,7 +101,7 @@ class Learner:
 
   @functools.cached_property
   def _linear(self):
-    """The second of two passes, for losses that need a whole group at once."""
+    """Second of two passes, for losses that need a whole group at once."""
     return gradients.value_and_grad(
         self.model, objectives.linear, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, schedule=self.schedule,
@@ -116,17 +117,18 @@ class Learner:
   ):
     """Loss, outputs and gradient of one group.
 
-    Where branches are run one by one ("full") and the loss needs pairs of them,
-    log-probs come first, and then the gradient of their linear combination.
+    With prefix_gradient="full" branches are run one by one. If the loss needs
+    pairs of them, a first pass computes log-probs and the loss's gradient with
+    respect to them, and a second one the gradient of that linear combination.
 
     Args:
-      params: parameters.
-      one: an experience; a state that it holds is replayed.
-      args: of the loss, with leading axis G.
-      version: of these parameters.
+      params: all parameters.
+      one: an experience; its state is replayed if it holds one.
+      args: arguments of the loss, with leading axis G.
+      version: u32 that stands for these parameters.
       key: a PRNG key, for "sampled".
-      stale: accept a state that was captured under other parameters.
-      share: of this group in the load-balance term, 1 / N of N groups.
+      stale: whether a state captured under other parameters is accepted.
+      share: weight of this group in the load-balance term, 1 / N for N groups.
     """
     of_balance = {"balance_share": share} if self.balance else {}
     if self.prefix_gradient == "full":
@@ -148,7 +150,7 @@ class Learner:
     return evaluation.loss, evaluation.outputs, grads
 
   def create(self, params) -> step_lib.TrainState:
-    """The state before the first update; see `step.create`."""
+    """The train state before the first update; see `step.create`."""
     return step_lib.create(
         params, self.optimizer, trainable=self.trainable,
         layout=self.schedule.layout, param_dtype=self.param_dtype,
@@ -182,16 +184,16 @@ class Learner:
       self, params, batch: Sequence[experience_lib.Experience], *, version: int,
       reference=None,
   ) -> list[algorithms.Known]:
-    """What the algorithm needs of every experience before the first update.
+    """Computes what the algorithm needs of a batch before its first update.
 
     Args:
-      params: those that sampled.
+      params: the parameters that sampled the batch.
       batch: experiences.
-      version: of `params`.
-      reference: parameters of the reference policy, if there is one.
+      version: u32 that stands for `params`.
+      reference: parameters of the reference policy, or None.
 
     Returns:
-      One `Known` an experience.
+      One `Known` for each experience.
     """
     def outputs(params, one, state):
       return gradients.replay(
@@ -213,18 +215,18 @@ class Learner:
     return known
 
   def batch_gradient(self, params, batch, args, *, version, key, stale=False):
-    """Sums of losses and gradients of a batch, and outputs [N, G, ...].
+    """Loss and gradient summed over a batch, and its outputs [N, G, ...].
 
     Args:
-      params: parameters.
-      batch: experiences, as the algorithm prepared them.
-      args: of the loss, with leading axes [N, G].
-      version: of these parameters.
+      params: all parameters.
+      batch: experiences, as the algorithm's `prepare` returned them.
+      args: arguments of the loss, with leading axes [N, G].
+      version: u32 that stands for these parameters.
       key: a PRNG key, for "sampled".
-      stale: accept states that were captured under other parameters.
+      stale: whether states captured under other parameters are accepted.
     """
     grads, outputs, loss = None, [], 0.0
-    # A group of empty tails has no load to balance, as in stacked groups.
+    # A group of empty tails has no balance term, as in stacked groups.
     groups = sum(bool(np.any(one.group.tail_lengths)) for one in batch)
     share = 1 / max(groups, 1)
     for place, one in enumerate(batch):
@@ -248,18 +250,18 @@ class Learner:
       key,
       stale: bool = False,
   ) -> Update:
-    """One update from the gradients of all groups of a batch.
+    """Makes one update from the gradients of all groups of a batch.
 
     Args:
-      train_state: before; it is donated.
-      batch: experiences of one shape; a state that one holds is replayed.
-      known: of `know`, of the same experiences.
-      version: of these parameters.
-      key: a PRNG key of this update, for "sampled".
-      stale: accept states that were captured under other parameters.
+      train_state: the train state before the update; it is donated.
+      batch: experiences of one shape; states that they hold are replayed.
+      known: what `know` returned for these experiences.
+      version: u32 that stands for these parameters.
+      key: a PRNG key for this update, for "sampled".
+      stale: whether states captured under other parameters are accepted.
 
     Returns:
-      The update.
+      The train state after the update, and what there is to log.
     """
     batch, args = self.algorithm.prepare(batch, joined(known))
     loss, outputs, grads = self.batch_gradient(
@@ -276,7 +278,7 @@ class Learner:
     return Update(train_state, loss, applied.grad_norm, report, applied.skipped)
 
   def _warn(self, narrow: list[str], applied: step_lib.Applied):
-    """Says what the first update lost to dtypes below float32."""
+    """Warns once of the share of an update that narrow dtypes round away."""
     if self._warned or applied.skipped or not applied.grad_norm:
       return
     self._warned.append(True)
@@ -294,7 +296,7 @@ def _add(grads, more):
 
 
 def joined(known: Sequence[algorithms.Known]) -> algorithms.Known:
-  """One `Known` of lists instead of a list of them."""
+  """Joins one `Known` per experience into one `Known` of lists."""
   def column(values: list[Any]):
     return None if values[0] is None else values
 

@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run: phases one after the other, with evaluation, log and checkpoints.
+"""Training runs: phases one after the other, evaluation, log and checkpoints.
 
 Every random number is a function of the seed and the step, and a checkpoint
-holds all that a step depends on. A run that was stopped, by a signal or by
-force, goes on from its latest checkpoint and ends with the same parameters, bit
-for bit, as one that was not. The checkpoint says what the run was; one that has
-become another run is refused.
+holds all that a step depends on. So a run that was stopped, by a signal or by
+force, resumes from its latest checkpoint and ends with the same parameters, bit
+for bit, as one that was never stopped. The checkpoint also describes the run;
+another run cannot resume from it.
 """
 
 from collections.abc import Sequence
@@ -35,16 +35,16 @@ from branch_replay.training import step as step_lib
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-  """Held-out prompts, asked now and then.
+class HeldOutEvaluation:
+  """How often, and on which held-out prompts, a run is evaluated.
 
   Attributes:
-    task: prompts and rewards.
-    rollouts: how they are answered.
-    split: of the task.
-    prompts: how many of the split's first ones.
-    every: steps from one evaluation to the next; the last step of a phase is
-      always evaluated, and the parameters before the first step are too.
+    task: prompts, and the reward of an answer.
+    rollouts: how answers are sampled.
+    split: name of the split.
+    prompts: number of prompts, the first ones of the split.
+    every: steps between two evaluations. The parameters before the first step
+      and those after each phase are evaluated in any case.
   """
 
   task: task_lib.Task
@@ -68,26 +68,26 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingRun:
   """What is trained, how, and for how long.
 
   Attributes:
     model: the decoder.
-    phases: in their order; all train the same parameters.
-    evaluation: of held-out prompts.
-    seed: of everything that is drawn.
-    checkpoint_every: steps from one checkpoint to the next; the last step of
-      the run is always saved.
-    most_skipped: updates that may be skipped in a row because loss or gradient
-      is not finite; after as many the run saves its last good parameters and
-      stops with an error.
-    warn_after: steps in a row without anything to learn from, or without an
-      answer that stopped, after which the run warns; 0 for never.
+    phases: the phases in their order; all train the same parameters.
+    evaluation: how the run is evaluated.
+    seed: seed of everything random in the run.
+    checkpoint_every: steps between two checkpoints. The last step of the run is
+      saved in any case.
+    most_skipped: number of consecutive updates skipped because the loss or the
+      gradient is not finite at which the run saves its parameters and stops
+      with an error.
+    warn_after: consecutive steps without a group whose rewards differ, or
+      without an answer that stopped, after which the run warns; 0 for never.
   """
 
   model: decoder.Decoder
   phases: Sequence[phases_lib.Phase]
-  evaluation: Evaluation
+  evaluation: HeldOutEvaluation
   seed: int
   checkpoint_every: int
   most_skipped: int = 5
@@ -110,13 +110,15 @@ class Run:
 
   @property
   def steps(self) -> int:
-    """Of all phases."""
+    """Steps of all phases together."""
     return sum(phase.steps for phase in self.phases)
 
   def place(self, step: int) -> tuple[int, int]:
-    """The number of the phase after `step` steps, and the steps done in it.
+    """The phase that comes after `step` steps, and the steps done in it.
 
-    Of a run that is complete, its last phase.
+    Returns:
+      The number of the phase and the steps. A run that is complete is at the
+      end of its last phase.
     """
     for number, phase in enumerate(self.phases):
       if step < phase.steps:
@@ -126,31 +128,32 @@ class Run:
 
 
 def train(
-    run: Run, params, workdir: pathlib.Path, *, may_differ: Sequence[str] = ()
+    run: TrainingRun, params, workdir: pathlib.Path, *,
+    may_differ: Sequence[str] = (),
 ) -> Any:
-  """Runs to the end, from where an earlier run in the same folder stopped.
+  """Trains to the end, from where an earlier run in the same folder stopped.
 
-  A run that is gone on with must be what it was when it was saved, see
-  `identity`. What may change: devices, `hold`, drafting, how often there is an
-  evaluation, a checkpoint or a warning, the steps of the phase that it is in,
-  and phases that are added at the end.
+  A run that resumes must be the same run as the one that was saved, see
+  `identity`. It may change: the devices, `hold`, drafting, how often it
+  evaluates, saves or warns, the number of steps of the phase it is in, and the
+  phases after the saved ones.
 
   Args:
-    run: see `Run`.
-    params: before the first step, on one device; read if there is no checkpoint
-      yet, and left as they are.
-    workdir: of metrics.jsonl, TensorBoard's files and checkpoints.
-    may_differ: further parts of a run that may be others than they were, by
-      their paths as an error names them, as in "phases[0].learner.optimizer".
+    run: what is trained.
+    params: parameters before the first step, on one device. They are read if
+      there is no checkpoint yet, and not changed.
+    workdir: folder of metrics.jsonl, TensorBoard's files and checkpoints.
+    may_differ: further parts of the run that may have changed, named by their
+      paths as the error message names them, e.g. "phases[0].learner.optimizer".
 
   Returns:
-    The trained parameters, without a value head; None if the run was stopped
-    by a signal, after it has saved where it is.
+    The trained parameters without a value head; None if a signal stopped the
+    run, after saving its state.
 
   Raises:
-    ValueError: checkpoints of another run, all of whose differences are named;
-      a damaged line of metrics.jsonl; parameters that are not finite, or as
-      many updates in a row that would have made them so as `run` allows.
+    ValueError: the checkpoint is of another run (every difference is named); a
+      line of metrics.jsonl is damaged; parameters are not finite; or
+      `run.most_skipped` updates in a row were skipped.
   """
   workdir = pathlib.Path(workdir)
   about = identity.of_run(run)
@@ -167,7 +170,7 @@ def train(
         run, params, checkpoints, about, may_differ
     )
     streaks = alarms.Streaks()
-    # Of a run that begins, the row of step 0 is written again.
+    # A run that starts writes the row of step 0 again.
     log = stack.enter_context(
         metrics.Log(workdir, start=progress.step or -1)
     )
@@ -228,7 +231,7 @@ def train(
 
 
 def _begin(run, params, checkpoints, about, may_differ):
-  """Train state, reference and progress, new or as they were saved."""
+  """Train state, reference and progress: new ones, or those of a checkpoint."""
   checkpoints.recover()
   while (progress := checkpoints.progress()) is not None:
     if progress.seed != run.seed or progress.step > run.steps:
@@ -250,7 +253,7 @@ def _begin(run, params, checkpoints, about, may_differ):
 
 def _restored(run, params, checkpoints, progress):
   """Train state and reference of the latest checkpoint."""
-  # A checkpoint belongs to the phase of the step before it.
+  # A checkpoint belongs to the phase of the last step done.
   number, _ = run.place(progress.step - 1)
   phase = run.phases[number]
   for earlier in run.phases[: number + 1]:
@@ -277,7 +280,7 @@ def _restored(run, params, checkpoints, progress):
 
 
 def _enter(run, number: int, params, checkpoints):
-  """A new optimizer, and the reference policy where the phase needs one."""
+  """A new train state for a phase, and its reference policy if it needs one."""
   phase = run.phases[number]
   learner, reference = phase.learner, None
   train_state = learner.create(_with_head(phase, params))
@@ -288,7 +291,7 @@ def _enter(run, number: int, params, checkpoints):
 
 
 def _with_head(phase, params):
-  """The parameters with the value head that the phase reads, if it does."""
+  """The parameters, with a value head if the phase is PPO."""
   learner = phase.learner
   if isinstance(learner.algorithm, algorithms.ProximalPolicy):
     return actor_critic.add_head(params, learner.model.config)
@@ -300,7 +303,7 @@ def _needs_reference(phase) -> bool:
 
 
 def _compares(phase) -> bool:
-  """Whether nothing is learnt from answers that are all as good."""
+  """Whether the algorithm learns only from differences within a group."""
   return isinstance(
       phase.learner.algorithm,
       (algorithms.PolicyGradient, algorithms.Preference),
@@ -308,7 +311,7 @@ def _compares(phase) -> bool:
 
 
 def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
-  """What the run that stops says of the batch it stops at."""
+  """The error message of a run whose updates are skipped again and again."""
   said = {
       name: outcome.scalars[name] for name in ("loss", "grad_norm")
       if name in outcome.scalars
@@ -324,7 +327,7 @@ def _not_finite(run, phase, done: int, skipped: int, outcome) -> str:
   )
 
 
-def _evaluate(run: Run, train_state, phase) -> float:
+def _evaluate(run: TrainingRun, train_state, phase) -> float:
   of = run.evaluation
   return phases_lib.evaluate(
       run.model, phases_lib.on_one_device(train_state.params, phase.learner),
@@ -333,8 +336,8 @@ def _evaluate(run: Run, train_state, phase) -> float:
   )
 
 
-def _save_drafters(run: Run) -> dict[str, float]:
-  """Saves what is trained beside the run, and says how long that blocked it."""
+def _save_drafters(run: TrainingRun) -> dict[str, float]:
+  """Saves the learned drafters; returns the seconds it took, to be logged."""
   drafters = [
       phase.speculator for phase in run.phases if phase.speculator is not None
   ]
@@ -368,7 +371,7 @@ class _Signals:
 
   def _request(self, *_) -> None:
     self.requested = True
-    self._restore()  # the second one takes effect at once
+    self._restore()  # a second signal takes effect at once
 
   def _restore(self) -> None:
     for number, handler in self._before.items():

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics as JSON lines, one object a step, and for TensorBoard."""
+"""Metrics of a run as JSON lines, one object per step, and for TensorBoard."""
 
 import pathlib
 
@@ -12,15 +12,15 @@ FILE = "metrics.jsonl"
 
 
 class Log:
-  """Writes scalars; a run that is resumed has every step once.
+  """Writes scalars. A run that resumes has every step once.
 
   Args:
-    directory: of metrics.jsonl and TensorBoard's event files.
-    start: the last step that is done; what was logged of later ones is
-      dropped, because they are run again. −1 drops everything.
+    directory: folder of metrics.jsonl and TensorBoard's event files.
+    start: last step that is done. Lines of later steps are dropped, because
+      these steps will run again; −1 drops every line.
 
   Raises:
-    ValueError: see `read`.
+    ValueError: a damaged line, see `read`.
   """
 
   def __init__(self, directory: pathlib.Path, *, start: int = -1):
@@ -42,28 +42,29 @@ class Log:
     self._board.close()
 
   def write(self, step: int, phase: str, scalars: dict[str, float]) -> None:
-    """Logs one step.
+    """Logs the scalars of one step.
 
     Args:
-      step: from 1 on, of all phases.
-      phase: its name.
-      scalars: by name; a "/" in one groups it in TensorBoard. One that is not
-        finite is written as null, see `json_lines`.
+      step: number of the step, counted from 1 over all phases.
+      phase: name of the phase.
+      scalars: numbers by name; a "/" in a name groups it in TensorBoard. A
+        number that is not finite is written as null, see `json_lines`.
     """
     with self._file.open("a") as file:
       row = {"step": step, "phase": phase, **scalars}
       file.write(json_lines.dumps(row) + "\n")
     for name, value in scalars.items():
       self._board.add_scalar(name, value, step)
-    self._board.flush()  # a checkpoint must not be ahead of it
+    self._board.flush()  # a checkpoint must not get ahead of the log
 
 
 def read(directory: pathlib.Path) -> list[dict]:
-  """All complete lines of a metrics file; none if there is no file.
+  """Reads all complete lines of metrics.jsonl; an absent file has none.
+
+  Half a line at the end, as a kill may leave it, is dropped.
 
   Raises:
-    ValueError: a line that is damaged, named by file and number; half a line at
-      the end, as a kill may leave it, is dropped.
+    ValueError: a damaged line; the message names file and number.
   """
   file = pathlib.Path(directory) / FILE
   rows = json_lines.read(file)

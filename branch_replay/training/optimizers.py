@@ -1,7 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers are optax's; here is what it does not have, and one to begin with.
-"""
+"""Additions to optax: state dtypes, learning rates, and AdamW with defaults."""
 
 from collections.abc import Callable
 import math
@@ -17,19 +16,20 @@ import optax
 def with_state_dtype(
     optimizer: optax.GradientTransformation, dtype: str
 ) -> optax.GradientTransformation:
-  """The optimizer with its moments stored in another dtype.
+  """An optimizer whose state is stored in another dtype.
 
-  Updates are computed in at least float32 and rounded once to be stored. A
-  moving average that decays by 1 − β stands still in a dtype whose steps are
-  wider than that: in bfloat16 take β₂ ≤ 0.99, not Adam's 0.999.
+  Updates are computed in at least float32, and the state is rounded once, when
+  it is stored. A moving average that decays by 1 − β stands still in a dtype
+  whose steps are wider than that: with bfloat16 take β₂ ≤ 0.99, not Adam's
+  0.999.
 
   Args:
     optimizer: any optax transformation.
-    dtype: of its floating-point state, e.g. "bfloat16".
+    dtype: dtype of its floating-point state, e.g. "bfloat16".
 
   Raises:
-    ValueError: a dtype that is no float, or of a smaller range than float32:
-      squares of gradients would overflow or vanish.
+    ValueError: not a floating-point dtype, or one of a smaller range than
+      float32, in which squares of gradients would overflow or vanish.
   """
   try:
     info = jnp.finfo(dtype)
@@ -62,20 +62,20 @@ def with_state_dtype(
 Decay = Literal["constant", "linear", "cosine"]
 
 
-def schedule(
+def learning_rates(
     learning_rate: float, *, updates: int, warmup: int = 0,
     decay: Decay = "constant",
 ) -> optax.Schedule:
-  """Learning rate by update: up along a line, then as `decay` says.
+  """Learning rate by number of updates: a linear rise, then `decay`.
 
   Args:
-    learning_rate: the highest.
-    updates: of the whole run.
-    warmup: updates until it is reached.
-    decay: "constant", or "linear" or "cosine" to a tenth at the end.
+    learning_rate: the highest rate.
+    updates: updates of the whole run.
+    warmup: updates until the highest rate is reached.
+    decay: "constant", or "linear" or "cosine" down to a tenth at the end.
 
   Returns:
-    An optax schedule.
+    A function from the number of updates done to the rate (an optax schedule).
 
   Raises:
     ValueError: a rate that is not positive, a warmup longer than the run, or an
@@ -99,12 +99,12 @@ def schedule(
   }[decay]
   if not warmup:
     return falling
-  # The first update is not lost to a rate of 0.
+  # Starts above 0, or the first update would do nothing.
   rising = optax.linear_schedule(learning_rate / warmup, learning_rate, warmup)
   return optax.join_schedules([rising, falling], [warmup])
 
 
-# Names of parameters that are matrices, or tables of vectors; see `decays`.
+# Names of the parameters that decay, see `decays`.
 _DECAYING = (
     "kernel", "table", "key_up", "value_up", "filter", "adapter_in",
     "adapter_out",
@@ -112,18 +112,19 @@ _DECAYING = (
 
 
 def decays(params) -> Any:
-  """Which parameters are pulled towards 0 by weight decay, a tree of bools.
+  """Which parameters weight decay acts on, as a tree of bools.
 
-  Matrices, the tables of embedding and head, the filters of short convolutions
-  and adapters are. Scales of norms, biases, the rates of delta layers (A_log
-  and dt_bias, here log_rate and rate_bias) and the router's correction are not:
-  for these 0 is no smaller model but another one. What counts is the name, the
-  last key of a path, because layers are stacked and a scale has two axes like a
-  matrix. A name that is not known does not decay: the projections of a
-  mixer of one's own are called "kernel", as flax calls them, to do so.
+  It acts on matrices, the tables of embedding and head, filters of short
+  convolutions, and adapters. It does not act on scales of norms, biases, the
+  rates of delta layers (A_log and dt_bias, here log_rate and rate_bias) and the
+  router's correction, for which 0 is not a smaller value but another model.
+
+  The last key of a parameter's path decides, because layers are stacked and so
+  a scale has two axes like a matrix. Unknown names do not decay: name the
+  projections of a mixer of your own "kernel" if they should.
 
   Args:
-    params: a nested dict, of all parameters or of a part.
+    params: a nested dict of all parameters or some of them.
   """
   return jax.tree.map_with_path(
       lambda path, _: getattr(path[-1], "key", None) in _DECAYING, params
@@ -131,19 +132,19 @@ def decays(params) -> Any:
 
 
 def adamw(
-    rate: optax.Schedule | float, *, b1: float = 0.9, b2: float = 0.99,
+    learning_rate: optax.Schedule | float, *, b1: float = 0.9, b2: float = 0.99,
     weight_decay: float = 0.0, clip_norm: float | None = 1.0,
     mask: Callable[[Any], Any] = decays,
 ) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm.
+  """AdamW, after clipping the gradient by its global norm.
 
   Args:
-    rate: learning rate by update.
+    learning_rate: a number, or a function of the number of updates done.
     b1: β₁.
     b2: β₂.
-    weight_decay: decoupled, of the parameters in `mask`.
-    clip_norm: greatest norm of the gradient; None for any.
-    mask: of parameters, what decays.
+    weight_decay: decoupled weight decay, of the parameters in `mask`.
+    clip_norm: largest norm of the gradient; None for no clipping.
+    mask: function from parameters to a tree of bools: what decays.
 
   Returns:
     The optimizer.
@@ -161,7 +162,7 @@ def adamw(
         f"clip_norm must be > 0, or None for no clipping, not {clip_norm}."
     )
   adam = optax.adamw(
-      rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=mask
+      learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=mask
   )
   if clip_norm is None:
     return adam

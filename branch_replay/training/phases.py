@@ -1,6 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of training a run is made of, each as one step at a time."""
+"""The two kinds of phase of a training run: supervised and reinforcement.
+
+A phase has a method `step`, which takes the train state and makes one step:
+one update, or one batch of rollouts and the updates from it.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -23,19 +27,19 @@ from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
 
-_LOOKED_AT = 256  # rows, for the length of their answers
-# What keys are for: numbers that are drawn for one are not those of another.
+_LOOKED_AT = 256  # rows whose answers are measured before training
+# Folded into keys, so that different uses draw different numbers.
 _SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
 
-class Outcome(NamedTuple):
-  """What a step leaves behind.
+class StepOutcome(NamedTuple):
+  """What one step of a phase returns.
 
   Attributes:
-    train_state: after it.
-    position: of the next example.
-    scalars: what to log, by name.
-    examples: ids of the examples that were learnt from.
+    train_state: the train state after the step.
+    position: position of the next example in the phase's stream of examples.
+    scalars: numbers to log, by name.
+    examples: ids of the examples the step learnt from.
   """
 
   train_state: step_lib.TrainState
@@ -46,17 +50,20 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Supervised:
-  """Learns the examples' own answers.
+  """A phase that trains on the answers that the examples come with.
 
   Attributes:
-    name: of the phase.
-    task: prompts and answers.
-    learner: with `algorithms.Supervised`.
-    steps: updates.
-    prompts: examples an update.
-    max_tokens: T, that holds every answer.
-    seed: of the order of the examples.
-    schedule: learning rate by update, for the log.
+    name: name of the phase, for the log.
+    task: the task; every example needs `answer_ids`.
+    learner: turns a batch into an update; its algorithm is
+      `algorithms.MaximumLikelihood`.
+    steps: number of updates.
+    prompts: examples per update.
+    max_tokens: T, tokens that answers are padded to; at least the longest
+      answer.
+    seed: seed of the order of the examples.
+    learning_rate: the learning rate as a function of the number of updates
+      done. It is only logged here; the optimizer has its own.
   """
 
   name: str
@@ -66,7 +73,7 @@ class Supervised:
   prompts: int
   max_tokens: int
   seed: int
-  schedule: Callable[[int], Any]
+  learning_rate: Callable[[int], Any]
   speculator = None  # nothing is sampled
 
   def __post_init__(self):
@@ -83,8 +90,8 @@ class Supervised:
           f"answers of {longest} tokens."
       )
 
-  def step(self, train_state, reference, position: int, key) -> Outcome:
-    """One update; see `Reinforce.step`."""
+  def step(self, train_state, reference, position: int, key) -> StepOutcome:
+    """Makes one update; see `Reinforce.step`."""
     del reference
     examples = self.task.examples("train", seed=self.seed, start=position)
     with Clock() as clock:
@@ -100,11 +107,11 @@ class Supervised:
           train_state, batch, known, version=version, key=key
       )
       jax.block_until_ready(update.train_state)
-    return Outcome(
+    return StepOutcome(
         update.train_state, examples.position,
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
-            "learning_rate": float(self.schedule(version)),
+            "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
         },
@@ -114,28 +121,34 @@ class Supervised:
 
 @dataclasses.dataclass(frozen=True)
 class Reinforce:
-  """Samples answers, scores them, and learns from the scores.
+  """A phase that samples answers, scores them, and learns from the scores.
+
+  One step samples a batch of prompts and passes over it `epochs` times, with
+  `updates` updates in each pass.
 
   Attributes:
-    name: of the phase.
-    task: prompts and rewards.
-    learner: with the algorithm.
+    name: name of the phase, for the log.
+    task: prompts, and the reward of an answer.
+    learner: turns a batch into an update.
     rollouts: how answers are sampled.
-    steps: batches of prompts.
-    prompts: a batch.
+    steps: number of steps, each of one batch.
+    prompts: prompts in a batch.
     epochs: passes over a batch.
-    updates: that an epoch is divided into.
-    capture_every: updates for which one capture of a prefix is replayed. 1 is
-      right; more replays states of older parameters.
-    most_prompts: prompts to draw at most until `prompts` of them have answers
-      that differ in reward, as DAPO does; None to take them as they come.
-    seed: of the order of the examples.
-    schedule: learning rate by update, for the log.
-    speculator: drafts for the rollouts, which changes how long they take; None
-      for none.
+    updates: updates in each pass; divides `prompts`.
+    capture_every: updates that one capture of a prompt's state serves. With 1
+      each update captures the states under its own parameters, which is exact.
+      More replays states of older parameters, which is an approximation.
+    most_prompts: at most this many prompts are sampled until `prompts` of them
+      have answers that differ in reward, as DAPO does. None takes the first
+      `prompts`.
+    seed: seed of the order of the examples.
+    learning_rate: the learning rate as a function of the number of updates
+      done. It is only logged here; the optimizer has its own.
+    speculator: drafts tokens for the rollouts, which makes them faster or
+      slower and changes no token; None for no drafts.
 
   Raises:
-    ValueError: numbers that do not go together.
+    ValueError: settings that contradict each other, see `check_together`.
   """
 
   name: str
@@ -149,7 +162,7 @@ class Reinforce:
   capture_every: int
   most_prompts: int | None
   seed: int
-  schedule: Callable[[int], Any]
+  learning_rate: Callable[[int], Any]
   speculator: speculator_lib.Speculator | None = None
 
   def __post_init__(self):
@@ -169,17 +182,17 @@ class Reinforce:
       )
     check_together(self)
 
-  def step(self, train_state, reference, position: int, key) -> Outcome:
+  def step(self, train_state, reference, position: int, key) -> StepOutcome:
     """Samples a batch and makes epochs · updates updates from it.
 
     Args:
-      train_state: before; it is donated.
+      train_state: the train state before the step; it is donated.
       reference: parameters of the reference policy, or None.
-      position: of the next example.
-      key: a PRNG key of this step.
+      position: position of the next example.
+      key: a PRNG key for this step.
 
     Returns:
-      The outcome.
+      The train state after the step, and what to log.
     """
     version = int(train_state.step)
     params = on_one_device(train_state.params, self.learner)
@@ -211,17 +224,17 @@ class Reinforce:
         here = slice(part * size, (part + 1) * size)
         update = self.learner.update(
             train_state, batch[here], known[here],
-            version=int(train_state.step),  # a skipped update makes none
+            version=int(train_state.step),  # unchanged by a skipped update
             key=jax.random.fold_in(jax.random.fold_in(key, _CHUNKS), number),
             stale=not fresh,
         )
         train_state = update.train_state
         skipped.append(train_state.skipped > 0)  # before it is donated
-        if self.capture_every == 1:  # these states have had their only use
+        if self.capture_every == 1:  # each state is used once
           batch[here] = [experience_lib.bare(one) for one in batch[here]]
         updates.append(update)
       jax.block_until_ready(train_state)
-    return Outcome(
+    return StepOutcome(
         train_state, position,
         {
             **self._seen(drawn),
@@ -230,7 +243,7 @@ class Reinforce:
             "loss": float(updates[0].loss),
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
             **mismatch(updates[0].report),
-            "learning_rate": float(self.schedule(version)),
+            "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
         },
@@ -238,7 +251,12 @@ class Reinforce:
     )
 
   def _sample(self, params, position, key, version):
-    """A batch, everything that was drawn for it, and the next position."""
+    """Samples a batch.
+
+    Returns:
+      The experiences to learn from, all experiences that were sampled, without
+      their states, and the position of the next example.
+    """
     examples = self.task.examples("train", seed=self.seed, start=position)
     schedule = dataclasses.replace(self.learner.schedule, layout=Layout())
     batch, drawn = [], []
@@ -257,7 +275,7 @@ class Reinforce:
         return batch, drawn, examples.position
 
   def _replayed(self, number: int, size: int) -> list[int]:
-    """Places in the batch that the updates of one capture read."""
+    """Places in the batch that are read until the next capture."""
     left = self.epochs * self.updates - number
     parts = {
         (number + later) % self.updates
@@ -272,7 +290,7 @@ class Reinforce:
     )
 
   def _seen(self, drawn) -> dict[str, float]:
-    """Of everything that was sampled, whether it is learnt from or not."""
+    """Scalars of everything that was sampled, learnt from or not."""
     rewards = np.stack([one.rewards for one in drawn])
     counted = np.stack([one.counted for one in drawn])
     lengths = np.stack([one.group.tail_lengths for one in drawn])
@@ -281,12 +299,12 @@ class Reinforce:
     return {
         "reward/mean": of_rewards["reward_mean"],
         "reward/spread": of_rewards["reward_spread"],
-        # Those of whose answers none counts, too.
+        # Groups of which no answer counts are included.
         "dead_groups": float(np.mean(advantages.is_dead(rewards, counted))),
         **as_floats(metrics.answers(
             lengths, np.stack([one.finished for one in drawn])
         )),
-        # An estimate of the entropy of a token: −log p of those sampled.
+        # Mean −log p of sampled tokens estimates their entropy.
         "entropy": float(-log_probs.sum() / max(1, lengths.sum())),
         "prompts_drawn": float(len(drawn)),
         "tokens_sampled": float(lengths.sum()),
@@ -297,7 +315,7 @@ Phase = Supervised | Reinforce
 
 
 class Clock:
-  """Seconds between entering and leaving a block."""
+  """Context manager that measures wall time, in `seconds`."""
 
   def __enter__(self):
     self._start = time.monotonic()
@@ -308,7 +326,10 @@ class Clock:
 
 
 def mismatch(report: dict) -> dict[str, float]:
-  """Sampler against trainer, which is to be seen before the first update."""
+  """The entries of a report that compare sampler and trainer.
+
+  They mean something only before the first update of a step.
+  """
   return as_floats({
       name: value for name, value in report.items()
       if name.startswith("mismatch")
@@ -316,12 +337,11 @@ def mismatch(report: dict) -> dict[str, float]:
 
 
 def as_floats(scalars: dict) -> dict[str, float]:
-  """Scalars as Python numbers."""
   return {name: float(value) for name, value in scalars.items()}
 
 
 def on_one_device(params, learner: learner_lib.Learner):
-  """The parameters where sampling runs."""
+  """The parameters on the device that sampling runs on."""
   if learner.schedule.layout.devices == 1:
     return params
   return jax.device_put(params, jax.devices()[0])
@@ -336,12 +356,12 @@ def evaluate(
   Args:
     model: the decoder.
     params: its parameters, on one device.
-    task: prompts and rewards.
-    rollouts: how they are answered; the same noise every time.
-    split: held out.
-    prompts: how many.
-    seed: of the noise.
-    schedule: of the captures; its layout is not used.
+    task: prompts, and the reward of an answer.
+    rollouts: how answers are sampled.
+    split: name of the split.
+    prompts: number of prompts.
+    seed: seed of the sampling noise, which is the same in every evaluation.
+    schedule: chunk size and policies of the captures; its layout is ignored.
 
   Returns:
     The mean over prompts and answers.
@@ -359,9 +379,9 @@ def evaluate(
 
 
 def check_room(config, task, split: str, rollouts) -> None:
-  """Raises ValueError for prompts and answers the model has no positions for.
+  """Raises ValueError if a prompt and its answer exceed the model's positions.
 
-  The first prompt stands for all.
+  Only the first prompt of the split is looked at.
   """
   prompt = task.split(split)[0].prompt_ids.size
   if prompt + rollouts.max_tokens > config.max_positions:
@@ -373,7 +393,11 @@ def check_room(config, task, split: str, rollouts) -> None:
 
 
 def check_together(phase: Reinforce):
-  """Raises ValueError for an algorithm that cannot learn from such groups."""
+  """Raises ValueError for settings of a phase that contradict each other.
+
+  Examples: a group-relative advantage with one branch per prompt, or an answer
+  sampled at another temperature than the loss scores it at.
+  """
   algorithm, rollouts = phase.learner.algorithm, phase.rollouts
   branches = rollouts.branches
   grouped = isinstance(algorithm, algorithms.PolicyGradient)

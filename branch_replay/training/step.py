@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimizer step: gradient of a group or of stacked groups, and update.
 
-Parameters, gradients and optimizer state are sharded alike, by the layout of
-the schedule; an elementwise optimizer then needs no communication.
+Parameters, gradients and optimizer state are sharded alike, as the schedule's
+layout says, so an elementwise optimizer needs no communication.
 
-What is trained is stored in at least float32, whatever dtype a file has: a step
-of bfloat16 at 1 is 2⁻⁷, so that an update of 1e-6 changes next to nothing. The
-model computes in its `compute_dtype` all the same. An update whose gradient is
-not finite is not made.
+Trained parameters are stored in at least float32, whatever dtype their file
+has: in bfloat16 the numbers around 1 are 2⁻⁷ apart, and an update of 1e-6 would
+change next to nothing. The model still computes in its `compute_dtype`. An
+update whose loss or gradient is not finite is skipped.
 """
 
 import functools
@@ -37,10 +37,10 @@ class TrainState(NamedTuple):
   """What a run carries from step to step.
 
   Attributes:
-    params: all parameters, the frozen ones too.
-    optimizer: optax state of the trained ones.
-    step: i32[], updates done; one that was skipped is not.
-    skipped: i32[], updates skipped in a row, until now.
+    params: all parameters, frozen ones included.
+    optimizer: optax state of the trained parameters.
+    step: i32[], updates done, without those that were skipped.
+    skipped: i32[], updates skipped in a row up to now.
   """
 
   params: Any
@@ -53,11 +53,11 @@ class Applied(NamedTuple):
   """What became of one gradient.
 
   Attributes:
-    grad_norm: of the whole gradient, before any clipping.
-    skipped: bool[], whether loss or gradient was not finite, so that parameters
-      and optimizer state are what they were.
-    rounded_away: f32[], of the updates that are not 0 of parameters narrower
-      than float32, the share that changed nothing; 0 if all are wider.
+    grad_norm: norm of the whole gradient before clipping.
+    skipped: bool[], whether the update was skipped because loss or gradient is
+      not finite; parameters and optimizer state are then unchanged.
+    rounded_away: f32[], among the nonzero updates of parameters narrower than
+      float32 the share that rounding undid; 0 if no parameter is narrower.
   """
 
   grad_norm: jax.Array
@@ -66,10 +66,10 @@ class Applied(NamedTuple):
 
 
 class Report(NamedTuple):
-  """Of one step.
+  """What a compiled step reports.
 
   Attributes:
-    evaluation: `spec.Evaluation`, before the update.
+    evaluation: `spec.Evaluation` before the update: loss and outputs.
     grad_norm: see `Applied`.
     skipped: see `Applied`.
     rounded_away: see `Applied`.
@@ -82,17 +82,17 @@ class Report(NamedTuple):
 
 
 def as_trained(params, *, trainable: str = "all", param_dtype=None):
-  """The parameters in the dtypes they are trained in; frozen ones as they are.
+  """Casts the trained ones among the parameters to the training dtype.
 
   Args:
     params: all parameters.
     trainable: "all" or "adapters".
-    param_dtype: None for at least float32; "file" to keep what there is; or
-      the name of a dtype. Below float32 most updates of a small learning rate
-      are rounded away, see `Applied.rounded_away`.
+    param_dtype: None for at least float32; "file" for no cast; or the name of a
+      dtype. Below float32 most updates of a small learning rate are rounded
+      away, see `Applied.rounded_away`.
 
   Raises:
-    ValueError: a param_dtype that is no dtype of floating-point numbers.
+    ValueError: param_dtype is not a floating-point dtype.
   """
   check_param_dtype(param_dtype)
 
@@ -107,7 +107,7 @@ def as_trained(params, *, trainable: str = "all", param_dtype=None):
 
 
 def check_param_dtype(param_dtype: str | None):
-  """Raises ValueError for what `as_trained` cannot make."""
+  """Raises ValueError for a param_dtype that `as_trained` does not know."""
   if param_dtype is None or param_dtype == "file":
     return
   try:
@@ -123,7 +123,7 @@ def check_param_dtype(param_dtype: str | None):
 
 
 def narrow(trained) -> list[str]:
-  """Names of the dtypes below float32 that trained parameters have."""
+  """Names of the dtypes below float32 among the trained parameters."""
   dtypes = {x.dtype for x in jax.tree.leaves(trained)}
   return sorted(str(x) for x in dtypes if _is_narrow(x))
 
@@ -142,20 +142,21 @@ def create(
     layout: Layout = Layout(),
     param_dtype: str | None = None,
 ) -> TrainState:
-  """The state before the first step, placed where the layout wants it.
+  """The train state before the first step, placed as the layout says.
 
-  Trained parameters become at least float32, and so does the optimizer's state,
-  unless the optimizer says otherwise; no update changes a dtype after that.
+  Trained parameters and the optimizer's state are cast to at least float32,
+  unless param_dtype or the optimizer says otherwise. No update changes a dtype
+  after that.
 
   Args:
-    params: all parameters. A step donates them: keep a copy of your own.
-    optimizer: of the trained ones.
+    params: all parameters. A step donates them: keep a copy if you need one.
+    optimizer: optax optimizer of the trained parameters.
     trainable: "all" or "adapters".
-    layout: of the schedule.
-    param_dtype: see `as_trained`. Parameters below float32 are warned of.
+    layout: the schedule's layout.
+    param_dtype: see `as_trained`; dtypes below float32 cause a warning.
 
   Raises:
-    ValueError: see `as_trained`.
+    ValueError: an unknown param_dtype, or no adapters to train.
   """
   params_lib.check_tree(params)
   _check_optimizer(optimizer)
@@ -189,7 +190,7 @@ def create(
 
 
 def initial(optimizer: optax.GradientTransformation, trained):
-  """Optimizer state in the dtypes that an update leaves behind."""
+  """Optimizer state, in the dtypes it has after an update."""
   wide = _widened(trained)
   moments = optimizer.init(wide)
   _, after = jax.eval_shape(optimizer.update, wide, moments, wide)
@@ -206,20 +207,24 @@ def _widened(tree):
 
 
 def _cast_like(x, like):
-  # A key's dtype has no cast; to its own dtype one drops a weak type.
+  # A PRNG key cannot be cast; casting an array to its own dtype makes it
+  # strongly typed, so that the next update does not compile again.
   if jnp.issubdtype(like.dtype, jax.dtypes.extended):
     return x
   return jnp.asarray(x).astype(like.dtype)
 
 
 def shardings(params, optimizer, *, trainable: str, layout: Layout):
-  """A `TrainState` of shardings, or None on one device.
+  """The shardings of a train state, or None on one device.
 
   Args:
-    params: the parameters, or their shapes.
+    params: all parameters, or their shapes.
     optimizer: as in `create`.
     trainable: as in `create`.
     layout: as in `create`.
+
+  Returns:
+    A `TrainState` of shardings.
   """
   of_params = layout.shardings(params)
   if of_params is None:
@@ -243,20 +248,20 @@ def update(
 ) -> tuple[TrainState, Applied]:
   """Applies a gradient, unless it or its loss is not finite.
 
-  An update that is skipped leaves parameters and optimizer state bit for bit
-  as they were, the optimizer's own count of updates included, so that
-  learning rates by update go on where they were. It adds 1 to
-  `TrainState.skipped`, which the next good update sets to 0, and nothing to
-  `TrainState.step`: a version names the same parameters as before.
+  A skipped update leaves parameters and optimizer state bit for bit as they
+  were, the optimizer's own count included, so learning rates continue where
+  they were. It adds 1 to `TrainState.skipped`, which the next good update sets
+  to 0, and nothing to `TrainState.step`, so a version still names the same
+  parameters.
 
   Args:
-    optimizer: of the trained parameters.
-    train_state: before.
-    grads: of the trained parameters.
-    loss: that they are the gradient of, a scalar.
+    optimizer: optax optimizer of the trained parameters.
+    train_state: the train state before the update.
+    grads: gradient with respect to the trained parameters.
+    loss: the loss that was differentiated, a scalar.
 
   Returns:
-    The state after, and what became of the gradient.
+    The train state after the update, and what became of the gradient.
   """
   params = train_state.params
   trained, moments, applied = apply(
@@ -274,17 +279,17 @@ def update(
 def apply(
     optimizer: optax.GradientTransformation, trained, moments, grads, loss
 ) -> tuple[Any, Any, Applied]:
-  """`update` of parameters and optimizer state alone.
+  """`update` for parameters and optimizer state that are not in a train state.
 
   Args:
-    optimizer: of these parameters.
-    trained: parameters, all of which are trained.
-    moments: of `initial`.
-    grads: like `trained`.
-    loss: a scalar.
+    optimizer: optax optimizer of these parameters.
+    trained: parameters, all of them trained.
+    moments: optimizer state, made by `initial`.
+    grads: gradient, a tree like `trained`.
+    loss: the loss that was differentiated, a scalar.
 
   Returns:
-    Parameters and optimizer state, in the dtypes they had, and what became of
+    Parameters and optimizer state in the dtypes they had, and what became of
     the gradient.
   """
   grads = _widened(grads)
@@ -310,7 +315,7 @@ def apply(
 def _rounded_away(before, after, updates) -> jax.Array:
   """See `Applied`."""
   def count(found):
-    # By rows first: ones are not added to a float32 beyond 2²⁴.
+    # By rows first: adding ones to a float32 stops at 2²⁴.
     rows = jnp.sum(jnp.atleast_1d(found), axis=-1, dtype=jnp.float32)
     return jnp.sum(rows)
 
@@ -340,20 +345,21 @@ def make_step(
     schedule: Schedule = Schedule(),
     **options,
 ):
-  """A compiled step that captures, replays and updates.
+  """A compiled step: captures the prefix, replays it, and updates parameters.
 
   Args:
     model: the decoder.
-    loss: as in `gradients.value_and_grad`, a sum over branches.
-    optimizer: of the trained parameters.
+    loss: a sum over branches, as in `gradients.value_and_grad`.
+    optimizer: optax optimizer of the trained parameters.
     trainable: "all" or "adapters".
-    schedule: sizes, policies and layout.
-    **options: readout, prefix_gradient and sampling, as there.
+    schedule: sizes, policies and layout of the computation.
+    **options: readout, prefix_gradient and sampling, as in
+      `prefix_replay.value_and_grad`.
 
   Returns:
     A jitted function (train_state, group, args, key=None) -> (train_state,
-    `Report`), with args a tuple of arrays with leading axis G. It donates the
-    train_state: what was passed in is gone.
+    `Report`), where args is a tuple of arrays with leading axis G. It donates
+    the train state: the one passed in cannot be used again.
   """
   _check_optimizer(optimizer)
   gradient = gradients.value_and_grad(

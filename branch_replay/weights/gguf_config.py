@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF metadata to `ModelConfig`."""
+"""Reads a `ModelConfig` from GGUF metadata."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from branch_replay.ops import rope
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-# Keys read below, or that say nothing about what the model computes.
+# Keys that are read below, or do not change what the model computes.
 _KNOWN = {
     "attention.head_count",
     "attention.head_count_kv",
@@ -49,11 +49,11 @@ def config_from_gguf(
   """Reads the metadata of a llama, qwen2 or qwen3 GGUF file.
 
   Args:
-    metadata: plain values by full key, such as "llama.block_count".
-    vocab_size: rows of the embedding tensor.
+    metadata: values by full key, such as "llama.block_count".
+    vocab_size: number of rows of the embedding tensor.
     tied_embeddings: whether the file has no output tensor.
-    rope_factors_H: the `rope_freqs.weight` tensor [D/2], which divides each
-      frequency, where the file has one.
+    rope_factors_H: the `rope_freqs.weight` tensor [D/2], by which frequencies
+      are divided; None if the file has none.
     param_dtype: dtype to store parameters in.
     compute_dtype: dtype of activations and matrix products.
 
@@ -61,7 +61,7 @@ def config_from_gguf(
     The configuration.
 
   Raises:
-    ValueError: a key is missing, or asks for something that `Decoder` does not
+    ValueError: a key is missing, or asks for something `Decoder` does not
       compute.
   """
   architecture = metadata.get("general.architecture")
@@ -169,7 +169,7 @@ def _scaling(options, head_dim, theta, factors_H):
       )
     return _scaling_of_factors(head_dim, theta, factors_H)
   if kind is None and "rope.scaling.factor" in options:
-    # llama.cpp takes it for linear; the converters always write a type.
+    # llama.cpp assumes linear; converters always write a type.
     raise ValueError(
         f"rope.scaling.factor={options['rope.scaling.factor']!r} without "
         "rope.scaling.type: the file must say which scaling it is."
@@ -204,11 +204,12 @@ def _above_zero(options, key, default=None) -> float:
 
 
 def _scaling_of_factors(head_dim, theta, factors_H):
-  """The published Llama 3.1 scaling, if it is what made these divisors.
+  """The published Llama 3.1 scaling, if these divisors come from it.
 
-  A file keeps the divisors and not the numbers they came from. All published
-  Llama 3.1, 3.2 and 3.3 models differ in `factor` alone, which is the largest
-  divisor; anything else is refused, since it cannot be told apart from damage.
+  A file keeps the divisors and not the numbers they were computed from. All
+  published Llama 3.1, 3.2 and 3.3 models differ only in `factor`, which is the
+  largest divisor. Anything else is refused, because it cannot be distinguished
+  from damage.
   """
   if np.array_equal(factors_H, np.ones(head_dim // 2)):
     return None

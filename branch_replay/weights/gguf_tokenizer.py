@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Byte-level BPE tokenizers out of GGUF metadata."""
+"""Builds byte-level BPE tokenizers from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def tokenizer_from_gguf(
       models.BPE(
           vocab=vocabulary,
           merges=[_merge(merge) for merge in _required(metadata, "merges")],
-          # Llama 3 has words in its vocabulary that its merges do not reach.
+          # Llama 3's vocabulary has words that its merges do not produce.
           ignore_merges=pre == "llama-bpe",
       )
   )
@@ -163,9 +163,9 @@ def _token(metadata, tokens, key):
 
 
 def _ends(metadata, tokens, pre):
-  """Adds the first and last token that the file asks for.
+  """A post-processor that adds the first and last token the file asks for.
 
-  Where a file is silent, Llama 3 has a first token, as in llama.cpp.
+  If a file does not say, Llama 3 gets a first token, as in llama.cpp.
   """
   first, last = [], []
   bos_id = metadata.get("tokenizer.ggml.bos_token_id")

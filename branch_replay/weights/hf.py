@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face directories: safetensors and configuration, in and out."""
+"""Reads and writes Hugging Face directories: safetensors and configuration."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from branch_replay import params as params_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
-from branch_replay.weights import layout
 from branch_replay.weights import pretrained as pretrained_lib
+from branch_replay.weights import stacking
 from branch_replay.weights import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# A buffer that older exports saved; the configuration says the same.
+# A buffer in older exports that the configuration determines.
 _IGNORED = "rotary_emb.inv_freq"
 
 
@@ -53,32 +53,31 @@ def load_hf(
 ) -> pretrained_lib.Pretrained:
   """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek directory.
 
-  Of Qwen these are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next; of DeepSeek
-  V2 and V3; all but Qwen3-MoE without experts. Where a family stores the scales
-  of its norms less 1 (Gemma 3, Qwen3.5, Qwen3-Next), so are the parameters: see
-  `ModelConfig.norms_from_one`.
+  Supported are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next, and DeepSeek V2
+  and V3; of these only Qwen3-MoE may have experts. Families that store the
+  scales of norms minus 1 (Gemma 3, Qwen3.5, Qwen3-Next) have parameters that
+  are the scales minus 1 too: see `ModelConfig.norms_from_one`.
 
-  Reads config.json and model.safetensors, or the shards named by
-  model.safetensors.index.json; and where present generation_config.json,
-  and tokenizer.json with what belongs to it, through `transformers`.
+  Reads config.json and model.safetensors, or the shards that
+  model.safetensors.index.json names; also generation_config.json if present,
+  and the tokenizer files through `transformers`.
 
   Args:
-    directory: as `transformers` writes it and as its hub serves it.
+    directory: a directory as `transformers` writes it.
     param_dtype: dtype of the parameters; None for that of the files.
     compute_dtype: dtype of activations and matrix products.
     with_tokenizer: False leaves the tokenizer out, for a directory whose
       tokenizer `transformers` cannot load.
 
   Returns:
-    Model, parameters and text side. Parameters land on the default device:
-    load under `jax.default_device` of a CPU to place them yourself.
+    Model, parameters, tokenizer and special ids. Parameters are put on the
+    default device: use `jax.default_device` of a CPU to place them yourself.
 
   Raises:
-    ValueError: a file is missing or damaged; the configuration asks for what
-      `Decoder` does not compute; tensors are missing, unexpected, misshapen or
-      not floats, or there are two sets of them; a tied model's file holds a
-      head of its own that differs from the embedding; or the tokenizer cannot
-      be loaded.
+    ValueError: a file is missing or damaged; the configuration asks for
+      something `Decoder` does not compute; tensors are missing, unexpected,
+      misshapen, not floats, or there twice; a tied model's file has a head that
+      differs from the embedding; or the tokenizer cannot be loaded.
   """
   directory = checks.path(directory, "directory")
   mapping = _read_json(directory, "config.json")
@@ -98,7 +97,7 @@ def load_hf(
     read = hf_tensors.reader(
         stored, shapes, lambda name: handles[name].get_tensor(name)
     )
-    params = layout.stack(config, layout.HF_NAMES, read)
+    params = stacking.stack(config, stacking.HF_NAMES, read)
   return pretrained_lib.Pretrained(
       decoder.Decoder(config), params,
       tokenizer_lib.load(directory) if with_tokenizer else None,
@@ -120,7 +119,7 @@ def _read_json(directory, name) -> dict[str, Any]:
 
 
 def _open_tensors(directory, stack):
-  """Handles by name of tensor, of the single file or of all shards."""
+  """File handles by tensor name, of the single file or of all shards."""
   if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
     raise ValueError(
         f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
@@ -152,17 +151,17 @@ def _open_tensors(directory, stack):
       handles.keys()
   ):
     raise ValueError(
-        f"{directory / _INDEX} promises {layout.listed(lost)}, which no shard "
-        "holds: copy the shards again."
+        f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
+        "shard holds: copy the shards again."
     )
   return handles
 
 
 def stored_dtype(directory: str | os.PathLike) -> str:
-  """The dtype of a directory's weights, the widest where there are several.
+  """The dtype of a directory's weights; the widest if there are several.
 
   Raises:
-    ValueError: weights that are missing, damaged or not floats.
+    ValueError: weights are missing, damaged or not floats.
   """
   with contextlib.ExitStack() as stack:
     return _stored_dtype(_open_tensors(pathlib.Path(directory), stack))
@@ -182,7 +181,7 @@ def _stored_dtype(handles) -> str:
 
 
 def _shapes(config) -> dict[str, tuple[int, ...]]:
-  slots = layout.slots(config, layout.HF_NAMES)
+  slots = stacking.slots(config, stacking.HF_NAMES)
   return {name: slot.shape for name, slot in slots.items()}
 
 
@@ -191,10 +190,10 @@ def _check_tensors(config, wanted, handles, directory):
       name: tuple(handle.get_slice(name).get_shape())
       for name, handle in handles.items()
   }
-  head = layout.HF_NAMES["head/table"]
+  head = stacking.HF_NAMES["head/table"]
   extra_head = config.tied_embeddings and found.pop(head, None) is not None
-  layout.check(wanted, found, str(directory))
-  embedding = layout.HF_NAMES["embed/table"]
+  stacking.check(wanted, found, str(directory))
+  embedding = stacking.HF_NAMES["embed/table"]
   if extra_head and not np.array_equal(
       handles[head].get_tensor(head), handles[embedding].get_tensor(embedding)
   ):
@@ -206,7 +205,7 @@ def _check_tensors(config, wanted, handles, directory):
 
 
 def _ids(directory, mapping) -> dict[str, Any]:
-  """Stop ids and bos id: of generation_config.json, else of config.json."""
+  """Stop ids and bos id, from generation_config.json or else config.json."""
   generation = {}
   if (directory / "generation_config.json").is_file():
     generation = _read_json(directory, "generation_config.json")
@@ -232,28 +231,27 @@ def save_hf(
     stop_ids: tuple[int, ...] = (),
     bos_id: int | None = None,
 ):
-  """Writes a directory that `load_hf` and transformers read.
+  """Writes a directory that `load_hf` and transformers can read.
 
-  `load_hf` of it gives bit-equal parameters. Everything is written under
-  temporary names and renamed at the end, so a save that fails leaves an earlier
-  export as it was. Files that this call has nothing for, such as the tokenizer
-  of an earlier export, are left alone. The host holds one copy of the
-  parameters while writing.
+  `load_hf` returns bit-equal parameters. All files are written under temporary
+  names and renamed at the end, so a save that fails leaves an earlier export as
+  it was. Files this call does not write, such as the tokenizer of an earlier
+  export, are left alone. The host holds one copy of the parameters meanwhile.
 
   Args:
-    directory: created if absent.
-    config: of the model.
-    params: tree of `Decoder.init`; each tensor keeps its own dtype.
-    tokenizer: of `transformers`, written with its chat template; see
+    directory: the directory; it is made if missing.
+    config: configuration of the model.
+    params: parameters of `Decoder`; each tensor keeps its dtype.
+    tokenizer: tokenizer of `transformers`, written with its chat template; see
       `tokenizer.save` for its special tokens.
-    stop_ids: ids that end a response, for generation_config.json; what ends a
-      turn in the chat template joins them.
+    stop_ids: ids that end a response, for generation_config.json. The token
+      that ends a turn in the chat template is added.
     bos_id: id that begins a sequence.
 
   Raises:
-    ValueError: no published family has the config; the tree does not fit it; an
-      id is outside the vocabulary; or the directory holds a sharded export,
-      which readers would mix with this one.
+    ValueError: no published family has the config; the parameters do not fit
+      it; an id is outside the vocabulary; or the directory holds a sharded
+      export, which readers would mix with this one.
   """
   directory = checks.path(directory, "directory")
   checks.instance(config, "config", config_lib.ModelConfig)
@@ -268,7 +266,7 @@ def save_hf(
   mapping = hf_config.config_to_hf(config)
   tensors = hf_tensors.to_file(
       hf_tensors.tensors(config, mapping),
-      layout.unstack(config, layout.HF_NAMES, params),
+      stacking.unstack(config, stacking.HF_NAMES, params),
   )
   stored = functools.reduce(
       jnp.promote_types, sorted({t.dtype for t in tensors.values()}, key=str)
@@ -282,7 +280,7 @@ def save_hf(
         tensors, staged / _WEIGHTS, metadata={"format": "pt"}
     )
     _write_json(staged / "config.json", mapping | ids)
-    # In config.json it would keep the gradient from a row of the embedding.
+    # Not in config.json, where it would freeze a row of the embedding.
     pad = {}
     if tokenizer is not None:
       pad_id = tokenizer_lib.save(
@@ -292,7 +290,7 @@ def save_hf(
       pad = {} if pad_id is None else {"pad_token_id": pad_id}
     if ids | pad:
       _write_json(staged / "generation_config.json", ids | pad)
-    # safetensors makes its file private to the owner, unlike those beside it.
+    # safetensors makes its file readable by the owner alone.
     (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
     written = {str(path.relative_to(staged)) for path in _files(staged)}
     for path in sorted(_files(staged)):

@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face `config.json` to `ModelConfig` and back.
+"""Converts Hugging Face `config.json` to `ModelConfig` and back.
 
-Geometry is read, never guessed; whatever a file asks for that `Decoder` does
-not compute is an error, because a model that runs with it ignored is wrong only
-by a little.
+Geometry is read and never guessed. If a file asks for something `Decoder` does
+not compute, that is an error: a model that ignores it would be wrong by so
+little that nobody notices.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# What near relatives have that is not computed here.
+# Why related families are not supported.
 _REFUSED = {
     "gemma2": ", because its scores and logits are soft-capped",
     "gemma3": ", because it reads images too; its text part is gemma3_text",
     "qwen3_5": ", because it reads images too; its text part is qwen3_5_text",
 }
 
-# Options that only one value of is computed here; absent means that value.
+# Options with one supported value, which is also the default.
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -40,7 +40,7 @@ _FIXED = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-# Of Qwen3-MoE: experts in every layer.
+# In Qwen3-MoE every layer must have experts.
 _FIXED_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -53,8 +53,8 @@ def config_from_hf(
   """Reads the `config.json` of a model of one of the supported families.
 
   Both styles of RoPE options are read: `rope_theta` with `rope_scaling`, and
-  the `rope_parameters` of transformers 5. Absent options have the defaults of
-  the transformers classes.
+  `rope_parameters` of transformers 5. Absent options have the defaults of the
+  transformers classes.
 
   Args:
     mapping: the parsed file.
@@ -65,8 +65,8 @@ def config_from_hf(
     The configuration.
 
   Raises:
-    ValueError: an option is missing, malformed, or asks for something that
-      `Decoder` does not compute; the message names it and what is supported.
+    ValueError: an option is missing, malformed, or asks for something `Decoder`
+      does not compute; the message names it and what is supported.
   """
   family = mapping.get("model_type")
   if family not in (*_ARCHITECTURES, *hf_families.READERS):
@@ -96,7 +96,7 @@ def config_from_hf(
 
 
 def _llama_like(mapping, family) -> dict[str, Any]:
-  """Fields of a Llama, Mistral, Qwen2 or Qwen3."""
+  """Config fields of a Llama, Mistral, Qwen2 or Qwen3 model."""
   kinds = set(mapping.get("layer_types") or []) - {"full_attention"}
   if kinds:
     raise ValueError(
@@ -106,7 +106,7 @@ def _llama_like(mapping, family) -> dict[str, Any]:
   heads = hf_fields.integer(mapping, "num_attention_heads")
   window = None
   if family == "mistral" and mapping.get("sliding_window", 1) is not None:
-    # MistralConfig has a constant default; null means that there is none.
+    # Absent means 4096, null means no window.
     window = hf_fields.integer(mapping, "sliding_window", default=4096)
   experts = None
   if family == "qwen3_moe":
@@ -128,7 +128,7 @@ def _llama_like(mapping, family) -> dict[str, Any]:
 
 
 def _experts(mapping) -> config_lib.Experts:
-  """Of a Qwen3-MoE model, in every layer of which they are."""
+  """The experts of a Qwen3-MoE model, which every layer has."""
   count = hf_fields.integer(mapping, "num_local_experts", default=128)
   return config_lib.Experts(
       count=hf_fields.integer(mapping, "num_experts", default=count),
@@ -142,7 +142,7 @@ def _head_dim(mapping, family):
   if mapping.get("head_dim") is not None:
     return hf_fields.integer(mapping, "head_dim")
   if family == "qwen3":
-    # Qwen3Config has a constant default: width / heads is half of it in 0.6B.
+    # The default of Qwen3Config; width / heads would be 64 in Qwen3-0.6B.
     return 128
   width = hf_fields.integer(mapping, "hidden_size")
   heads = hf_fields.integer(mapping, "num_attention_heads")
@@ -158,17 +158,17 @@ def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """The `config.json` that describes a model to transformers.
 
   RoPE is written in the older style, which transformers 4 and 5 both read.
-  `torch_dtype` is `config.param_dtype`; `compute_dtype` has no place there.
+  `torch_dtype` is `config.param_dtype`; `compute_dtype` is not written.
 
   Args:
-    config: of the model.
+    config: configuration of the model.
 
   Returns:
-    A mapping of plain values; `config_from_hf` of it is the same config but
-    for dtypes.
+    A mapping of JSON values. `config_from_hf` of it is the same config apart
+    from dtypes.
 
   Raises:
-    ValueError: no published family has the combination.
+    ValueError: no published family has this combination.
   """
   options = hf_families.to_hf(config)
   if options is None:
@@ -195,7 +195,7 @@ def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
 
 
 def _check_written(config, mapping):
-  """Raises ValueError for what the family's options cannot say."""
+  """Raises ValueError for what the family's options cannot express."""
   try:
     read = config_from_hf(
         mapping, param_dtype=config.param_dtype,
@@ -269,7 +269,7 @@ def _llama_like_to_hf(config) -> dict[str, Any]:
 
 
 def _check_exportable(config: config_lib.ModelConfig):
-  """Raises ValueError for experts of no family that is written here."""
+  """Raises ValueError for experts that no supported family has."""
   experts = config.experts
   plain = config_lib.Experts(
       experts.count, experts.top_k, experts.width,

@@ -1,9 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` of Gemma 3, Qwen3.5, Qwen3-Next and DeepSeek, in and out.
+"""Converts `config.json` of Gemma 3, Qwen3.5, Qwen3-Next and DeepSeek.
 
-A reader returns those fields of a `ModelConfig` in which its family differs
-from a Llama; a writer the options that stand for them. Tensors: `hf_tensors`.
+A reader returns the `ModelConfig` fields in which its family differs from
+Llama; a writer returns the options that express them. Tensors are in
+`hf_tensors`.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 def _pattern(mapping, interval: int, other: str) -> tuple[str, ...]:
   """The shortest period of the kinds of layers.
 
-  Without `layer_types` every `interval`-th layer is of full attention.
+  Without `layer_types` every `interval`-th layer is one of full attention.
   """
   layers = hf_fields.integer(mapping, "num_hidden_layers")
   names = mapping.get("layer_types") or [
@@ -46,7 +47,7 @@ def _pattern(mapping, interval: int, other: str) -> tuple[str, ...]:
 
 
 def _heads(mapping) -> dict[str, int]:
-  """Heads of attention, of which these families have no defaults worth it."""
+  """Attention heads, for which these families have no usable defaults."""
   return {
       "num_kv_heads": hf_fields.integer(mapping, "num_key_value_heads"),
       "head_dim": hf_fields.integer(mapping, "head_dim", default=256),
@@ -54,7 +55,7 @@ def _heads(mapping) -> dict[str, int]:
 
 
 def _by_layer_type(mapping) -> Mapping[str, Any]:
-  """The `rope_parameters` of a family that has them by type of layer."""
+  """`rope_parameters` of a family that has one set for each type of layer."""
   rope = mapping.get("rope_parameters") or {}
   kinds = ("full_attention", "sliding_attention")
   if not isinstance(rope, Mapping) or any(
@@ -133,7 +134,7 @@ def _gemma3_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
 
 
 def _hybrid(mapping: Mapping[str, Any]) -> dict[str, Any]:
-  """Of Qwen3-Next and Qwen3.5."""
+  """Config fields of Qwen3-Next and Qwen3.5."""
   hf_fields.check_fixed(mapping, {"attn_output_gate": True})
   heads = _heads(mapping)
   theta, scaling, share = hf_fields.rope_from_hf(mapping)
@@ -202,7 +203,7 @@ def _deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
   hf_fields.check_fixed(mapping, {
       "rope_interleave": True,
       "num_key_value_heads": heads,
-      "rms_norm_eps": 1e-6,  # that of the latents' norms, whatever this says
+      "rms_norm_eps": 1e-6,  # the norms of latents always have this one
   })
   layers = hf_fields.integer(mapping, "num_hidden_layers")
   default = 3 if mapping["model_type"] == "deepseek_v3" else 0
@@ -261,7 +262,7 @@ READERS = {
 
 
 def to_hf(config: config_lib.ModelConfig) -> dict[str, Any] | None:
-  """Options of the family that the config may be of; None for a Llama-like."""
+  """Options of the family the config belongs to; None for a Llama-like one."""
   if "latent" in config.layer_pattern:
     return _deepseek_to_hf(config)
   if "delta" in config.layer_pattern:

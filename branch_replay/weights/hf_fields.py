@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of `config.json` that the readers of all families share."""
+"""Reads fields of `config.json` that several families share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from branch_replay import config as config_lib
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Options that do something only together with a type.
+# Options that have an effect only together with a type.
 _SCALES = (
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
     "attention_factor", "mscale", "mscale_all_dim",
@@ -16,7 +16,7 @@ _SCALES = (
 
 
 def integer(mapping: Mapping[str, Any], key: str, *, default=None) -> int:
-  """The integer under a key."""
+  """The integer under a key; raises ValueError for anything else."""
   value = mapping.get(key)
   value = default if value is None else value
   if not isinstance(value, int) or isinstance(value, bool):
@@ -25,11 +25,11 @@ def integer(mapping: Mapping[str, Any], key: str, *, default=None) -> int:
 
 
 def check_fixed(mapping: Mapping[str, Any], fixed: Mapping[str, Any]):
-  """Raises ValueError for an option of which only another value is computed.
+  """Raises ValueError for an option with an unsupported value.
 
   Args:
-    mapping: the parsed file; an option that is absent or null is right.
-    fixed: the one value of every option.
+    mapping: the parsed file; an option that is absent or null is accepted.
+    fixed: the one supported value of every option.
   """
   for key, supported in fixed.items():
     value = mapping.get(key)
@@ -40,14 +40,16 @@ def check_fixed(mapping: Mapping[str, Any], fixed: Mapping[str, Any]):
 
 
 def rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
-  """Base, scaling and rotated share of a head, of either style of options.
+  """Reads RoPE: base, scaling, and rotated share of a head.
+
+  Both styles of options are read, see `hf_config.config_from_hf`.
 
   Returns:
     The base, the scaling or None, and the share or None.
 
   Raises:
-    ValueError: a field is malformed or contradicts another, or asks for a
-      scaling without naming its type.
+    ValueError: a field is malformed or contradicts another, or there is a
+      scaling without its type.
   """
   rope, source = _rope_options(mapping)
   kind = _rope_type(rope, source)
@@ -72,7 +74,7 @@ def rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
 
 
 def _rope_options(mapping):
-  """The options of RoPE, and the field that holds them."""
+  """The RoPE options, and the field they are in."""
   found = {}
   for field in ("rope_parameters", "rope_scaling"):
     value = mapping.get(field)
@@ -99,7 +101,7 @@ def _rope_options(mapping):
 
 
 def _rope_type(rope, source):
-  """The type that the options name; "default" if there are none to scale by."""
+  """The type the options name; "default" if there is no scaling."""
   named = {rope[key] for key in ("rope_type", "type") if rope.get(key)}
   if len(named) > 1:
     raise ValueError(
@@ -111,7 +113,7 @@ def _rope_type(rope, source):
       key: rope[key] for key in _SCALES
       if rope.get(key) is not None and kind == "default"
   }
-  # A factor of 1 asks for nothing.
+  # A factor of 1 has no effect.
   if unused and unused != {"factor": 1}:
     raise ValueError(
         f"{source}={rope!r} has {', '.join(unused)} without a rope_type that "
@@ -129,7 +131,7 @@ def _above_zero(key, value) -> float:
 
 
 def whole_rope_from_hf(mapping: Mapping[str, Any], *, default_theta=10_000.0):
-  """Base and scaling of a family that rotates whole heads."""
+  """Base and scaling, for a family that rotates whole heads."""
   theta, scaling, partial = rope_from_hf(mapping, default_theta=default_theta)
   if partial not in (None, 1, 1.0):
     raise ValueError(
@@ -186,7 +188,7 @@ def _scaling_from_hf(kind, rope, source):
 def scaling_to_hf(
     scaling: config_lib.RopeScaling | None,
 ) -> dict[str, Any] | None:
-  """The `rope_scaling` of a scaling."""
+  """The `rope_scaling` option that expresses a scaling."""
   match scaling:
     case None:
       return None

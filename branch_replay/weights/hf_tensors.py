@@ -1,13 +1,13 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that families store in another form than one a parameter.
+"""Tensors that a family stores in another form than `stacking` expects.
 
-`layout` knows one tensor for every parameter and layer. Where a file fuses
-two, splits one, orders their rows otherwise or names one as another is named, a
-`Rows` says which of the file's tensors they are made of. All of these are one
-thing: rows of some tensors, one after the other, are rows of others in another
-order. What no `Rows` names is stored as it is. No number is changed, so what is
-read and written is bit-equal.
+`stacking` expects one tensor for every parameter and layer. Some families fuse
+two of these in one tensor of the file, split one, order its rows differently or
+give it another name. A `RowMap` describes each case in the same way: the rows
+of some tensors of the file, one after the other, are the rows of some expected
+tensors in another order. A tensor that no `RowMap` names is stored as it is
+expected. Values are moved and never changed, so reading and writing are exact.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,15 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 
 
-class Rows(NamedTuple):
-  """Which tensors of a layer are made of which of a file.
+class RowMap(NamedTuple):
+  """Says which expected tensors of a layer are made of which file tensors.
 
   Attributes:
-    files: names in the file, which share the rows equally.
-    own: names in `layout.HF_NAMES`, whose rows may differ in number.
+    files: names in the file; each has an equal share of the rows.
+    own: names in `stacking.HF_NAMES`; they may have different shares.
     row: shape of one row in the file.
-    order: row i of the files is row order[i] of its own; None for i.
+    order: row i of the file's tensors, joined, is row order[i] of the expected
+      ones, joined; None if the order is the same.
   """
 
   files: tuple[str, ...]
@@ -40,11 +41,11 @@ class Rows(NamedTuple):
 
 def tensors(
     config: config_lib.ModelConfig, mapping: Mapping[str, Any]
-) -> list[Rows]:
-  """All that the family of a config.json stores in a form of its own.
+) -> list[RowMap]:
+  """All tensors that the family of a config.json stores in another form.
 
   Args:
-    config: what `hf_config` reads from it.
+    config: the configuration that `hf_config` reads from the file.
     mapping: the parsed file.
   """
   family, found = mapping["model_type"], []
@@ -66,10 +67,10 @@ def tensors(
   return found
 
 
-def _gemma3() -> list[Rows]:
-  """A layer of Gemma 3, whose norms have other names."""
+def _gemma3() -> list[RowMap]:
+  """Gemma 3, whose norms have other names."""
   return [
-      Rows((file,), (own,), ())
+      RowMap((file,), (own,), ())
       for file, own in (
           ("post_attention_layernorm.weight", "post_mixer_layernorm.weight"),
           (
@@ -80,11 +81,11 @@ def _gemma3() -> list[Rows]:
   ]
 
 
-def _hybrid(config, kind, fused: bool) -> list[Rows]:
-  """A layer of Qwen3.5, or of Qwen3-Next, which fuses two projections."""
+def _hybrid(config, kind, fused: bool) -> list[RowMap]:
+  """Qwen3.5, and Qwen3-Next, which fuses two projections."""
   if kind == "full":
     heads, size = config.num_heads, config.head_dim
-    return [Rows(
+    return [RowMap(
         ("self_attn.q_proj.weight",),
         ("self_attn.q_proj.weight", "self_attn.output_gate.weight"),
         (config.width,), _by_head(heads, (size, size)),
@@ -97,17 +98,17 @@ def _hybrid(config, kind, fused: bool) -> list[Rows]:
       x.reshape(-1)
       for x in np.split(at, [delta.key_dim, 2 * delta.key_dim], axis=1)
   ])
-  stored = [Rows(
+  stored = [RowMap(
       ("linear_attn.conv1d.weight",), ("linear_attn.conv1d.weight",),
       (1, delta.conv_width), apart,
   )]
   stored += [
-      Rows((name,), (name,), ())
+      RowMap((name,), (name,), ())
       for name in ("linear_attn.A_log", "linear_attn.dt_bias")
   ]
   channels = "linear_attn.channels.weight"
   if fused:
-    return [*stored, Rows(
+    return [*stored, RowMap(
         ("linear_attn.in_proj_qkvz.weight",),
         (channels, "linear_attn.in_proj_z.weight"), row,
         _by_head(heads, (delta.channels, values)),
@@ -115,8 +116,8 @@ def _hybrid(config, kind, fused: bool) -> list[Rows]:
   rates = np.arange(2 * heads * repeats).reshape(heads, 2, repeats)
   return [
       *stored,
-      Rows(("linear_attn.in_proj_qkv.weight",), (channels,), row, apart),
-      Rows(
+      RowMap(("linear_attn.in_proj_qkv.weight",), (channels,), row, apart),
+      RowMap(
           ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
           ("linear_attn.in_proj_ba.weight",), row,
           rates.swapaxes(0, 1).reshape(-1),
@@ -124,8 +125,8 @@ def _hybrid(config, kind, fused: bool) -> list[Rows]:
   ]
 
 
-def _latent(config) -> list[Rows]:
-  """A layer of DeepSeek, whose rotated pairs are neighbours."""
+def _latent(config) -> list[RowMap]:
+  """DeepSeek, which stores the two numbers of a rotated pair as neighbours."""
   latent, heads = config.latent, config.num_heads
   pairs = np.arange(latent.rope_dim).reshape(2, -1).T.reshape(-1)
   shared = np.concatenate([np.arange(latent.rank), latent.rank + pairs])
@@ -134,25 +135,25 @@ def _latent(config) -> list[Rows]:
   by_head = queries.reshape(-1)
   if latent.query_rank:
     of_queries = [
-        Rows(
+        RowMap(
             ("self_attn.q_a_proj.weight",), ("self_attn.q_proj.weight",),
             (config.width,),
         ),
-        Rows(
+        RowMap(
             ("self_attn.q_b_proj.weight",), ("self_attn.q_b_proj.weight",),
             (latent.query_rank,), by_head,
         ),
     ]
   else:
-    of_queries = [Rows(
+    of_queries = [RowMap(
         ("self_attn.q_proj.weight",), ("self_attn.q_proj.weight",),
         (config.width,), by_head,
     )]
   joint = "self_attn.kv_a_proj_with_mqa.weight"
   return [
       *of_queries,
-      Rows((joint,), (joint,), (config.width,), shared),
-      Rows(
+      RowMap((joint,), (joint,), (config.width,), shared),
+      RowMap(
           ("self_attn.kv_b_proj.weight",),
           ("self_attn.key_up", "self_attn.value_up"), (latent.rank,),
           _by_head(heads, (latent.nope_dim, latent.value_dim)),
@@ -161,16 +162,16 @@ def _latent(config) -> list[Rows]:
 
 
 def _by_head(heads: int, sizes: tuple[int, int]) -> np.ndarray:
-  """Rows of two matrices that a file deals out head by head."""
+  """Order of the rows of two matrices that a file interleaves by head."""
   first = np.arange(heads * sizes[0]).reshape(heads, -1)
   second = first.size + np.arange(heads * sizes[1]).reshape(heads, -1)
   return np.concatenate([first, second], axis=1).reshape(-1)
 
 
 def file_shapes(
-    stored: list[Rows], shapes: Mapping[str, tuple[int, ...]]
+    stored: list[RowMap], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-  """Shapes of a file's tensors, from those of one tensor a parameter."""
+  """Shapes of a file's tensors, from those of the expected tensors."""
   found = dict(shapes)
   for rows in stored:
     for name in rows.own:
@@ -184,15 +185,15 @@ def file_shapes(
 
 
 def reader(
-    stored: list[Rows], shapes: Mapping[str, tuple[int, ...]],
+    stored: list[RowMap], shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> Callable[[str], np.ndarray]:
-  """A reader of one tensor a parameter, from one of a file's tensors.
+  """Returns a function that reads expected tensors from a file's tensors.
 
   Args:
-    stored: of `tensors`.
-    shapes: of the tensors it reads.
-    read: from name to tensor, in the file's form.
+    stored: what `tensors` returned.
+    shapes: shapes of the expected tensors, by name.
+    read: function from a name in the file to its tensor.
   """
   by_name = {name: rows for rows in stored for name in rows.own}
 
@@ -213,12 +214,12 @@ def reader(
   return read_own
 
 
-def _count(rows: Rows, shape) -> int:
+def _count(rows: RowMap, shape) -> int:
   return int(np.prod(shape)) // int(np.prod(rows.row))
 
 
 def _turned(name, rows, shape):
-  """Rows as the tensor of a parameter: `value_up` has columns for rows."""
+  """Rows as the expected tensor; `value_up` is transposed."""
   if name.endswith("value_up"):
     heads, rank, size = shape
     return rows.reshape(heads, size, rank).swapaxes(1, 2)
@@ -226,9 +227,9 @@ def _turned(name, rows, shape):
 
 
 def to_file(
-    stored: list[Rows], named: Iterable[tuple[str, np.ndarray]]
+    stored: list[RowMap], named: Iterable[tuple[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-  """The inverse: a file's tensors from one a parameter."""
+  """The inverse: the file's tensors, made of the expected ones."""
   found = dict(named)
   made = {}
   for rows in stored:

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every importer returns."""
+"""The result of loading a model from files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pretrained:
-  """A decoder, its parameters, and what the files say about its text.
+  """A decoder, its parameters, and what its files say about text.
 
-  `pretrained.model.apply({"params": pretrained.params}, tokens_GT)` is the
-  whole use of it. Raises ValueError for a stop or bos id past the embedding,
-  because an out-of-range id is clamped inside jit, not refused. The tokenizer
-  may have such ids; they are refused where text gives one.
+  To run it: `pretrained.model.apply({"params": pretrained.params}, tokens_GT)`.
+  Stop and bos ids beyond the embedding raise ValueError here, because inside
+  jit an index out of range is clamped and not refused. The tokenizer may have
+  such ids; they are refused when a text contains one.
 
   Attributes:
-    model: owner of the `ModelConfig`.
-    params: the tree that `model.init` makes, as arrays on one device.
-    tokenizer: of `transformers`, with the chat template; None when the files
-      hold none.
-    stop_ids: ids that end a response: those that the files name, in their
-      order, and `end_of_turn`. () when there are none.
+    model: the decoder, which owns the `ModelConfig`.
+    params: its parameters, as arrays on one device.
+    tokenizer: tokenizer of `transformers` with its chat template; None if the
+      files have none.
+    stop_ids: ids that end a response: those the files name, in their order, and
+      `end_of_turn`. () if there are none.
     bos_id: id that begins a sequence, or None.
-    end_of_turn: the id that ends an answer to be learnt from: what the chat
-      template puts behind an assistant's message, without a template the
-      tokenizer's `eos_token`, without one the first stop id. None when the
-      files name none of these.
+    end_of_turn: the id that ends an answer to be learnt from. It is what the
+      chat template writes after an assistant's message; without a template the
+      tokenizer's `eos_token`; without that the first stop id; else None.
   """
 
   model: decoder.Decoder
@@ -54,26 +53,26 @@ class Pretrained:
 
   @property
   def config(self) -> config_lib.ModelConfig:
-    """The geometry of the model."""
+    """The configuration of the model."""
     return self.model.config
 
   @property
   def chat_template(self) -> str | dict[str, str] | None:
-    """The tokenizer's: jinja source for `chat.render_chat`, or None."""
+    """The tokenizer's chat template (jinja source), or None."""
     return self.tokenizer and (self.tokenizer.chat_template or None)
 
 
 def turn_ends(
     tokenizer, stop_ids: tuple[int, ...]
 ) -> tuple[int | None, tuple[int, ...]]:
-  """The end of a turn, and all stop ids, which it joins.
+  """The id that ends a turn, and all stop ids with it among them.
 
   Args:
-    tokenizer: of `transformers`, or None.
-    stop_ids: that a file names.
+    tokenizer: tokenizer of `transformers`, or None.
+    stop_ids: the stop ids that a file names.
 
   Raises:
-    TypeError: a tokenizer of another kind.
+    TypeError: another kind of tokenizer.
   """
   tokenizer_lib.check_kind(tokenizer)
   stop_ids = tuple(dict.fromkeys(stop_ids))

@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of `transformers`: read from a directory, made, and written.
+"""Reads, makes and writes tokenizers of `transformers`.
 
-`transformers` is imported inside of functions: it takes a second, and is needed
-only where there is text. No hub is asked for anything.
+`transformers` is imported inside functions, because it takes a second and only
+text needs it. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 _CONFIG = "tokenizer_config.json"
-# What else tells transformers about a tokenizer, this version or older ones.
+# Other files of a tokenizer, of this or older versions of transformers.
 _BESIDE = (
     _CONFIG, "chat_template.jinja", "chat_template.json", "added_tokens.json",
     "special_tokens_map.json",
 )
 _TEMPLATES = "additional_chat_templates"
-# Of tokenizer.json.
+# Settings of tokenizer.json that are switched off.
 _SETTINGS = ("truncation", "padding")
-# What tokenizer_config.json may hold of them.
+# The same settings in tokenizer_config.json.
 _LENGTHS = (
     "max_length", "stride", "truncation_strategy", "pad_to_multiple_of",
 )
@@ -40,7 +40,7 @@ _SIDES = ("padding_side", "truncation_side")
 
 
 def library():
-  """The module transformers, without its word on missing frameworks."""
+  """The module transformers, without its warning about missing frameworks."""
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   import transformers
 
@@ -50,19 +50,20 @@ def library():
 def load(
     directory: pathlib.Path,
 ) -> transformers.PreTrainedTokenizerFast | None:
-  """The tokenizer of a directory, as transformers has it.
+  """The tokenizer of a directory, as transformers loads it.
 
-  Truncation and padding that the files were saved with are switched off: they
-  cut and fill prompts without a word. Code that the files name is never run.
-  Where transformers' class splits text otherwise than a byte-level
-  tokenizer.json says (it forgets that SmolLM2 splits numbers into digits), the
-  file is followed, with a warning.
+  Truncation and padding saved with the files are switched off, because they
+  would silently cut or fill prompts. Code that the files name is never run. If
+  transformers' class splits text differently than a byte-level tokenizer.json
+  says (it forgets that SmolLM2 splits numbers into digits), the file is
+  followed, with a warning.
 
   Args:
-    directory: with tokenizer.json and, mostly, tokenizer_config.json.
+    directory: a directory with tokenizer.json and usually
+      tokenizer_config.json.
 
   Returns:
-    The tokenizer, with its chat template; None without a tokenizer.json.
+    The tokenizer with its chat template; None without a tokenizer.json.
 
   Raises:
     ValueError: the files are damaged, or need code of their own.
@@ -95,7 +96,7 @@ def load(
 
 
 def _copy_without(settings, content, directory, target):
-  """Copies the files that make a tokenizer, some settings left out."""
+  """Copies the files of a tokenizer, without some settings."""
   for name in (*_BESIDE, "config.json"):
     if (directory / name).is_file():
       shutil.copy(directory / name, target / name)
@@ -110,8 +111,8 @@ def _loaded(directory, content, said):
   options = dict(local_files_only=True, trust_remote_code=False)
   plain = library().PreTrainedTokenizerFast
   if not said.get("tokenizer_class"):
-    # transformers would guess a class from the model, and some classes make
-    # anew what tokenizer.json holds.
+    # transformers would guess a class from the model, and some classes rebuild
+    # what tokenizer.json says.
     return plain.from_pretrained(str(directory), **options)
   tokenizer = library().AutoTokenizer.from_pretrained(str(directory), **options)
   if not isinstance(tokenizer, plain) or not _splits_otherwise(
@@ -126,16 +127,16 @@ def _loaded(directory, content, said):
 
 
 def _splits_otherwise(tokenizer, of_file) -> bool:
-  """Whether a byte-level file divides text in another way than a tokenizer."""
+  """Whether a byte-level file splits text differently than a tokenizer."""
 
   def plain(value):
     if isinstance(value, dict):
-      # Of offsets alone, which are not ids.
+      # trim_offsets changes offsets and no ids.
       return {k: plain(v) for k, v in value.items() if k != "trim_offsets"}
     return list(map(plain, value)) if isinstance(value, list) else value
 
   if '"ByteLevel"' not in json.dumps(of_file.get("pre_tokenizer")):
-    return False  # sentencepiece's spaces are a matter of the configuration
+    return False  # the configuration says how sentencepiece treats spaces
   made = json.loads(tokenizer.backend_tokenizer.to_str())
   return any(
       plain(made.get(part)) != plain(of_file.get(part))
@@ -167,12 +168,13 @@ def wrapped(
     chat_template: str | None = None,
     **special: str | None,
 ) -> transformers.PreTrainedTokenizerFast:
-  """A tokenizer of transformers around one of `tokenizers`, which is copied.
+  """A tokenizer of transformers around a copy of one of `tokenizers`.
 
   Args:
-    backend: its first and last tokens are added as its post-processor says.
+    backend: the tokenizer; its post-processor says which first and last tokens
+      are added.
     chat_template: jinja source, or None.
-    **special: bos_token, eos_token, unk_token and pad_token, as spelt.
+    **special: bos_token, eos_token, unk_token and pad_token, as text.
 
   Returns:
     The tokenizer, without truncation and padding.
@@ -194,7 +196,7 @@ def wrapped(
 
 
 def first_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> list[int]:
-  """The ids that the tokenizer puts before a text: a first token, or none."""
+  """The ids a tokenizer puts before a text: its first token, or none."""
   encoding = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
   count = 0
   while count < len(encoding.ids) and encoding.special_tokens_mask[count]:
@@ -203,7 +205,7 @@ def first_ids(tokenizer: transformers.PreTrainedTokenizerFast) -> list[int]:
 
 
 def check_kind(tokenizer):
-  """Raises TypeError for what is not a tokenizer of transformers."""
+  """Raises TypeError for anything but a tokenizer of transformers or None."""
   if tokenizer is None or isinstance(
       tokenizer, library().PreTrainedTokenizerFast
   ):
@@ -224,22 +226,23 @@ def save(
     stop_ids: tuple[int, ...],
     vocab_size: int,
 ) -> int | None:
-  """Writes the files of a tokenizer, for transformers of version 4 and 5.
+  """Writes the files of a tokenizer, for transformers 4 and 5.
 
-  They name the end of a turn as the `eos_token`, unless the chat template
-  writes `eos_token` itself. Without a pad token they name one, with a warning:
-  the unknown token or a stop id that does not end turns, because trainers leave
-  padding out of their losses and would never learn to end a turn.
+  The `eos_token` is set to the end of a turn, unless the chat template itself
+  writes `eos_token`. If there is no pad token, the unknown token or a stop id
+  that does not end turns becomes one, with a warning: trainers leave padding
+  out of their losses, so with the end of a turn as padding they would never
+  learn to end a turn.
 
   Args:
-    folder: that exists.
-    tokenizer: is left as it is.
-    end_of_turn: its id, or None.
-    stop_ids: that end a response.
-    vocab_size: rows of the embedding.
+    folder: an existing folder.
+    tokenizer: the tokenizer; it is not changed.
+    end_of_turn: id that ends a turn, or None.
+    stop_ids: ids that end a response.
+    vocab_size: number of rows of the embedding.
 
   Returns:
-    The id of the pad token, None if there is nothing to take for it.
+    The id of the pad token; None if there is no candidate.
   """
   tokenizer = copy.deepcopy(tokenizer)
   _without_lengths(tokenizer, tokenizer.init_kwargs)
@@ -268,14 +271,14 @@ def save(
   path = folder / _CONFIG
   fields = _json(path)
   if fields.get("tokenizer_class") == "TokenizersBackend":
-    # A name that version 4 knows as well.
+    # Version 4 knows this name too.
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
   return tokenizer.pad_token_id
 
 
 def stale(directory: pathlib.Path, written: set[str]) -> list[pathlib.Path]:
-  """Files of an earlier tokenizer that would be read with the one written."""
+  """Files of an earlier tokenizer that would be read with those written now."""
   names = [*_BESIDE, *(
       str(path.relative_to(directory))
       for path in (directory / _TEMPLATES).glob("*")

@@ -19,7 +19,7 @@ EVALUATE = (
 RUN = _PHASES + "a_run_has_the_keys_and_places_of_its_steps"
 _OPTIMIZERS = "optimizers_test.py::test_"
 SCHEDULE = (
-    _OPTIMIZERS + "a_schedule_rises_along_a_line_and_falls_by_its_formula"
+    _OPTIMIZERS + "learning_rates_rise_along_a_line_and_fall_by_their_formula"
 )
 ADAMW = _OPTIMIZERS + "adamw_is_what_the_textbook_says"
 MOMENTS = _OPTIMIZERS + "moments_in_another_dtype_are_rounded_once_an_update"

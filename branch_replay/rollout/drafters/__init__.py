@@ -3,12 +3,12 @@
 """Drafters for speculative sampling.
 
   drafter.py       the interface
-  ngram.py         what followed the same words before
+  ngram.py         copies what followed the same tokens before
   model.py         another decoder
-  learned.py       one trained layer on the model's hidden state
-  learned_loss.py  what it is trained on
+  learned.py       one trained layer on the model's hidden states
+  learned_loss.py  its loss
   vocabulary.py    the ids it drafts
-  files.py         save and load
+  files.py         saves and loads it
 """
 
 from branch_replay.rollout.drafters.drafter import Drafter

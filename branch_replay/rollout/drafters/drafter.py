@@ -1,15 +1,15 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter is: four pure functions of one frozen pytree.
+"""The interface of a drafter: four pure functions of a frozen pytree.
 
 A drafter guesses the next k tokens of every row. The sampler runs the guesses
-as one block and keeps those that equal what it draws anyway, so a drafter
-changes how fast rows grow and never what they are; nothing a drafter returns
-has to be a probability, or even a token.
+in one forward pass and accepts those that equal what it draws anyway. So a
+drafter changes how many forward passes there are and no token. Nothing it
+returns has to be a probability, or even a valid token.
 
-To write one, make a frozen dataclass, register it as a pytree
-(`jax.tree_util.register_dataclass`) with its arrays as data and its settings as
-static metadata, and give it the methods of `Drafter`.
+To write one, make a frozen dataclass with the methods of `Drafter`, and
+register it as a pytree (`jax.tree_util.register_dataclass`) with its arrays as
+data and its settings as static metadata.
 """
 
 from typing import Any
@@ -19,25 +19,26 @@ from typing import Protocol
 import jax
 
 from branch_replay.models import decoder
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 from branch_replay.rollout.result import Rollout
 
 
 class View(NamedTuple):
-  """What a drafter may look at, before the model runs.
+  """What a drafter may read before the model runs.
 
   Attributes:
     inputs: parameters of the model, and the prompt with its captured state.
-    answers: of all G rows so far, those that finished included.
-    ids_N: i32, which of them are run; finished ones may be among them.
-    lengths_N: i32, tokens that each of these has.
-    last_N: i32, the last of them, or of the prompt.
+    answers: all G rows so far, finished ones included.
+    ids_N: i32, which rows are in the batch; finished ones may be among them.
+    lengths_N: i32, number of tokens of each row in the batch.
+    last_N: i32, the last token of each of these rows, or of the prompt if the
+      row is empty.
     noise_NTV: Gumbel noise that the next 1 + k tokens are drawn with; None if
       the law is greedy.
   """
 
-  inputs: Inputs
+  inputs: RolloutInputs
   answers: Rollout
   ids_N: jax.Array
   lengths_N: jax.Array
@@ -45,15 +46,15 @@ class View(NamedTuple):
   noise_NTV: jax.Array | None
 
 
-class Outcome(NamedTuple):
-  """What became of the block.
+class RoundOutcome(NamedTuple):
+  """What the model made of the drafts of one round.
 
   Attributes:
-    hidden_NTM: the model's hidden states after the final norm; the first is of
-      the row's last token, the others of the drafted ones.
-    tokens_NT: i32, what was drawn from each.
-    emitted_N: i32, how many of these the row took: the accepted ones and one
-      more, fewer where it ended, 0 if it had finished before.
+    hidden_NTM: the model's hidden states after the final norm. The first is
+      that of the row's last token, the others are those of the drafted tokens.
+    tokens_NT: i32, the token drawn from each hidden state.
+    emitted_N: i32, how many of these tokens the row takes: one more than the
+      drafts accepted, fewer where the row ends, 0 if it had finished before.
   """
 
   hidden_NTM: jax.Array
@@ -62,25 +63,37 @@ class Outcome(NamedTuple):
 
 
 class Drafter(Protocol):
-  """The interface."""
+  """The methods of a drafter; see the module."""
 
   def init(
-      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+      self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
+      room: int,
   ) -> Any:
-    """What it remembers of G rows of at most `room` tokens, before the first.
+    """The drafter's memory before the first round of G rows.
 
-    Called outside of `jit`; raises ValueError for a drafter that does not fit
-    the model or the prompt.
+    Called outside of `jit`. Raises ValueError if the drafter does not fit the
+    model or the prompt.
+
+    Args:
+      model: the decoder that is sampled from.
+      inputs: its parameters, and the prompt with its captured state.
+      branches: G.
+      room: the most tokens of a row.
     """
 
-  def propose(self, task: Task, memory, view: View) -> tuple[jax.Array, Any]:
-    """i32 draft_Nk with k = task.draft_length, and the memory after it.
+  def propose(
+      self, settings: RoundSettings, memory, view: View
+  ) -> tuple[jax.Array, Any]:
+    """Drafts tokens; called in every round, also with k = 0.
 
-    Called in every round, also with k = 0.
+    Returns:
+      i32 draft_Nk with k = settings.draft_length, and the memory after it.
     """
 
-  def observe(self, task: Task, memory, view: View, outcome: Outcome) -> Any:
-    """The memory after the round; `view` is that of its beginning."""
+  def observe(
+      self, settings: RoundSettings, memory, view: View, outcome: RoundOutcome
+  ) -> Any:
+    """The memory after a round; `view` is the one `propose` was given."""
 
-  def keep(self, memory, index) -> Any:
+  def select(self, memory, index) -> Any:
     """The memory of some of the rows, in the order of `index`."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A learned drafter as a directory: drafter.safetensors and drafter.json."""
+"""Saves a learned drafter as drafter.safetensors and drafter.json."""
 
 import json
 import os
@@ -19,11 +19,11 @@ _WEIGHTS, _ABOUT = "drafter.safetensors", "drafter.json"
 
 
 def save(directory: str | os.PathLike, drafter: learned.Learned) -> None:
-  """Writes a drafter; names are paths in its parameters.
+  """Writes a drafter to a directory; tensor names are parameter paths.
 
   Args:
-    directory: made if needed.
-    drafter: with its vocabulary.
+    directory: the directory; it is made if missing.
+    drafter: the drafter, whose vocabulary is saved too.
   """
   directory = pathlib.Path(directory)
   directory.mkdir(parents=True, exist_ok=True)
@@ -43,16 +43,16 @@ def load(
   """Reads a drafter for a model.
 
   Args:
-    directory: that `save` wrote.
-    model: what it drafts for.
-    params: its parameters, or their shapes.
+    directory: a directory that `save` wrote.
+    model: the decoder it drafts for.
+    params: the decoder's parameters, or their shapes.
 
   Returns:
     The drafter.
 
   Raises:
-    ValueError: files that are missing or damaged, or a drafter of a model of
-      another geometry.
+    ValueError: files are missing or damaged, or the drafter was made for a
+      model of another geometry.
   """
   directory = pathlib.Path(directory)
   try:

@@ -1,20 +1,20 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts with one trained decoder layer on the model's last hidden state.
+"""A drafter of one trained decoder layer on the model's last hidden state.
 
-With h_t the model's hidden state after token x_t, item t of a row is the pair
-(h_t, x_{t+1}), from which the layer predicts h_{t+1} and so, through the
-model's own head, x_{t+2}. Where h is not known yet its prediction takes its
-place. Embedding, final norm and head are the model's, read in every rollout, so
-they are never stale; the layer and the map that joins the pair are trained.
+Let h_t be the model's hidden state after token x_t. Item t of a row is the pair
+(h_t, x_{t+1}). From it the layer predicts h_{t+1}, and the model's own head
+turns that into x_{t+2}. Where h is not known yet, its prediction is used.
+Embedding, final norm and head are the model's, read in every rollout and so
+never stale. The layer and the map that joins the pair are trained.
 
-The layer attends to the row's earlier items, whose keys and values are its own,
-and to the prompt through the keys and values that the *model's* last layer left
-in the captured state: nothing of the prompt is run again or copied. Of a row's
-first round nothing is known, and its first draft is blind.
+The layer attends to the row's earlier items, with keys and values of its own,
+and to the prompt with the keys and values that the *model's* last layer left in
+the captured state, so nothing of the prompt is run again or copied. In a row's
+first round no h is known, and its first draft is a blind guess.
 
-Sources: the alignment is that of Li et al. 2024 (EAGLE),
-https://arxiv.org/abs/2401.15077; reading the model's keys that of Du et al.
+Sources: the pairing of h and x follows Li et al. 2024 (EAGLE),
+https://arxiv.org/abs/2401.15077; reading the model's keys follows Du et al.
 2024 (GliDe), https://arxiv.org/abs/2402.02082.
 """
 
@@ -33,22 +33,22 @@ from branch_replay.mixers import kinds
 from branch_replay.mixers import places
 from branch_replay.models import decoder
 from branch_replay.ops import attention
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
-from branch_replay.rollout.drafters.drafter import Outcome
+from branch_replay.rollout.drafters.drafter import RoundOutcome
 from branch_replay.rollout.drafters.drafter import View
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 
 
 class Memory(NamedTuple):
-  """Of N rows.
+  """What the drafter remembers of N rows.
 
   Attributes:
-    cache: of `block`, of one layer: all items of the rows so far.
-    hidden_NM: the prediction from the last of them.
-    table_UM: the head's rows of the vocabulary that is drafted.
+    cache: cache of the one layer, see `decode`, with all items so far.
+    hidden_NM: the hidden state predicted from each row's last item.
+    table_UM: the output head's rows for the ids that are drafted.
   """
 
   cache: tuple[jax.Array, jax.Array]
@@ -62,7 +62,8 @@ class Learned:
   """The drafter; `create` makes an untrained one.
 
   Attributes:
-    params: `pair/kernel` [2M, M], and `layer`, like one of the model's.
+    params: `pair/kernel` [2M, M], the map of the pair, and `layer`, like one
+      layer of the model.
     vocabulary: i32[U], the ids it drafts, in ascending order.
   """
 
@@ -73,19 +74,19 @@ class Learned:
   def create(
       cls, model: decoder.Decoder, params, vocabulary: Sequence[int], key
   ) -> "Learned":
-    """A drafter whose layer starts as the model's last one.
+    """A drafter whose layer starts as a copy of the model's last layer.
 
-    Its parameters are at least float32, because it is to be trained.
+    Its parameters are at least float32, because they are to be trained.
 
     Args:
-      model: the decoder.
-      params: its parameters.
-      vocabulary: ids, of `vocabulary.most_frequent`.
+      model: the decoder it drafts for.
+      params: the decoder's parameters.
+      vocabulary: ids to draft, made by `vocabulary.most_frequent`.
       key: a PRNG key.
 
     Raises:
-      ValueError: ids that are no vocabulary of this model, or a model whose
-        layers are not one stack.
+      ValueError: ids that are not a vocabulary of this model, or a model whose
+        layers are not all alike.
     """
     check_fits(model.config)
     vocabulary_lib.check(vocabulary, model.config.vocab_size)
@@ -102,20 +103,21 @@ class Learned:
     )
 
   def with_params(self, params, vocabulary) -> "Learned":
-    """The drafter with parameters that were trained meanwhile, or restored.
+    """The drafter with other parameters, trained meanwhile or restored.
 
     Args:
-      params: like `self.params`.
-      vocabulary: the one they were trained with.
+      params: a tree like `self.params`.
+      vocabulary: the vocabulary they were trained with.
 
     Raises:
-      ValueError: it is another vocabulary.
+      ValueError: it is not this drafter's vocabulary.
     """
     vocabulary_lib.check_same(self.vocabulary, vocabulary)
     return dataclasses.replace(self, params=params)
 
   def init(
-      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+      self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
+      room: int,
   ) -> Memory:
     config = model.config
     rows = self.params["pair"]["kernel"].shape[0]
@@ -128,16 +130,16 @@ class Learned:
     return Memory(
         kinds.of(config, "full").cache(1, branches, room, None),
         jnp.zeros((branches, config.width), config.compute_dtype),
-        block.head_table(model, inputs.params)[self.vocabulary],
+        decode.head_table(model, inputs.params)[self.vocabulary],
     )
 
-  def propose(self, task: Task, memory: Memory, view: View):
+  def propose(self, settings: RoundSettings, memory: Memory, view: View):
     cache, hidden_NM, table_UM = memory
     drafts = []
-    for index in range(task.draft_length):
+    for index in range(settings.draft_length):
       if index:
         hidden_N1M, cache = self._run(
-            task.model, view.inputs, cache, view.lengths_N + index - 1,
+            settings.model, view.inputs, cache, view.lengths_N + index - 1,
             hidden_NM[:, None], drafts[-1][:, None],
         )
         hidden_NM = hidden_N1M[:, 0]
@@ -145,38 +147,39 @@ class Learned:
       if view.noise_NTV is not None:
         noise_NU = view.noise_NTV[:, index, self.vocabulary]
       chosen_N, _ = law_lib.draw(
-          task.law, block.logits(hidden_NM, table_UM), noise_NU
+          settings.law, decode.logits(hidden_NM, table_UM), noise_NU
       )
       drafts.append(self.vocabulary[chosen_N])
     draft_Nk = (
         jnp.stack(drafts, axis=1) if drafts
         else jnp.zeros((view.ids_N.size, 0), jnp.int32)
     )
-    # Items made of predictions are stale: `observe` writes over all of them.
+    # `observe` overwrites the cached items that were made of predictions.
     return draft_Nk, memory._replace(cache=cache)
 
   def observe(
-      self, task: Task, memory: Memory, view: View, outcome: Outcome
+      self, settings: RoundSettings, memory: Memory, view: View,
+      outcome: RoundOutcome,
   ) -> Memory:
     hidden_NTM, cache = self._run(
-        task.model, view.inputs, memory.cache, view.lengths_N,
+        settings.model, view.inputs, memory.cache, view.lengths_N,
         outcome.hidden_NTM, outcome.tokens_NT,
     )
     last_N11 = jnp.maximum(outcome.emitted_N - 1, 0)[:, None, None]
     hidden_N1M = jnp.take_along_axis(hidden_NTM, last_N11, axis=1)
     return memory._replace(cache=cache, hidden_NM=hidden_N1M[:, 0])
 
-  def keep(self, memory: Memory, index) -> Memory:
+  def select(self, memory: Memory, index) -> Memory:
     return memory._replace(
-        cache=block.keep(memory.cache, index),
+        cache=decode.select_rows(memory.cache, index),
         hidden_NM=memory.hidden_NM[index],
     )
 
   def _run(
-      self, model, inputs: Inputs, cache, starts_N, hidden_NTM, tokens_NT
+      self, model, inputs: RolloutInputs, cache, starts_N, hidden_NTM, tokens_NT
   ):
-    """The layer on a block of items; as `block.run`."""
-    slots_NT = block.slots(starts_N, tokens_NT.shape[1])
+    """Runs the layer on new items, as `decode.run` runs the model on tokens."""
+    slots_NT = decode.slots(starts_N, tokens_NT.shape[1])
     state, last = inputs.state, model.config.num_layers - 1
 
     def attend(q, k, v):
@@ -188,12 +191,12 @@ class Learned:
 
     return layer(
         model, inputs.params, self.params, hidden_NTM, tokens_NT,
-        state.length + slots_NT, attend,
+        positions_NT=state.length + slots_NT, attend=attend,
     )
 
 
 def check_fits(config: config_lib.ModelConfig) -> None:
-  """Raises ValueError for a model that the drafter's layer is not made for."""
+  """Raises ValueError for a model that this drafter's layer cannot serve."""
   if pattern.parts(config)[0].name or config.layer_pattern != ("full",):
     raise ValueError(
         "This drafter's layer is like all of the model's, of full attention, "
@@ -204,29 +207,30 @@ def check_fits(config: config_lib.ModelConfig) -> None:
 
 
 def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
-  """All that the drafter reads of a captured prompt."""
+  """The captured state reduced to the last layer, which the drafter reads."""
   return dataclasses.replace(
       state, mixer=tuple(x[-1:] for x in state.mixer), kept=None, choices={}
   )
 
 
 def layer(
-    model, params, drafter_params, hidden_NTM, tokens_NT, positions_NT, attend
+    model, params, drafter_params, hidden_NTM, tokens_NT, *, positions_NT,
+    attend,
 ):
-  """Predicted hidden states of a block of items, and what `attend` adds.
+  """Runs the drafter's layer: hidden states predicted from items.
 
   Args:
     model: the decoder that is drafted for.
-    params: its parameters; embedding and final norm are read.
-    drafter_params: of the layer.
+    params: its parameters, of which embedding and final norm are read.
+    drafter_params: the drafter's parameters.
     hidden_NTM: the model's hidden state before each token.
-    tokens_NT: i32, the token that followed.
-    positions_NT: i32, absolute positions of the tokens.
-    attend: (q, k, v), as `FullAttention.heads` gives them, -> (out_KGRTD,
-      anything).
+    tokens_NT: i32, the token that followed it.
+    positions_NT: i32, absolute positions of these tokens.
+    attend: function (q, k, v) -> (out_KGRTD, extra), whose arguments are as
+      `FullAttention.heads` gives them.
 
   Returns:
-    [N, T, M], after the final norm, and the "anything".
+    Predicted hidden states after the final norm, [N, T, M], and `extra`.
   """
   outer = {"params": segment.outer(params)}
   embedded_NTM = model.apply(outer, tokens_NT, method="embed_tokens")

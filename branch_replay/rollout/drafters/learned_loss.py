@@ -1,15 +1,19 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a learned drafter is trained on; see `learned` for items and symbols.
+"""The loss of a learned drafter; `learned` defines items and symbols.
 
-Of every item the model's own next hidden state h_{t+1} is known, and with it
-the law that x_{t+2} was drawn from. That whole law is the target, not the one
-token that was drawn: its mean over draws is the same, its variance is not.
+For every item the model's own next hidden state h_{t+1} is known, and so is the
+distribution that x_{t+2} was drawn from. The target is this distribution and
+not the one token that was drawn: the gradient has the same mean and less
+variance.
 
-Sources: soft targets as in Hinton et al. 2015, https://arxiv.org/abs/1503.02531;
-the regression on hidden states, which drafts of more than one token feed on, as
-in Li et al. 2024 (EAGLE), https://arxiv.org/abs/2401.15077.
+Sources: soft targets as in Hinton et al. 2015,
+https://arxiv.org/abs/1503.02531; the regression on hidden states, which later
+drafts are computed from, as in Li et al. 2024 (EAGLE),
+https://arxiv.org/abs/2401.15077.
 """
+
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -19,42 +23,55 @@ from branch_replay import config as config_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.ops import attention_packed
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout.drafters import learned
+
+
+class PackedAnswers(NamedTuple):
+  """Answers in N rows of T tokens, several of them in one row.
+
+  Attributes:
+    hidden_NTM: the model's hidden states after the final norm, as the readout
+      `Hidden` gives them; [n, t] is the one token [n, t] was drawn from.
+    tokens_NT: i32, the tokens of the answers.
+    segments_NT: i32, a number for each answer, 0 where there is no token.
+      Answers in the same row do not see each other.
+  """
+
+  hidden_NTM: jax.Array
+  tokens_NT: jax.Array
+  segments_NT: jax.Array
 
 
 def losses(
     drafter_params, vocabulary_U, model: decoder.Decoder, params,
-    hidden_NTM, tokens_NT, segments_NT, *,
+    answers: PackedAnswers, *,
     state: state_lib.PrefixState | None = None, temperature: float = 1.0,
     regression: float = 1.0,
 ):
-  """KL(p(· | h_{t+1}) ‖ p(· | ĥ_{t+1})) + regression·|ĥ − h|²/|h|² of items.
+  """KL(p(· | h_{t+1}) ‖ p(· | ĥ_{t+1})) + regression·|ĥ − h|²/|h|² per item.
 
-  ĥ_{t+1} is what the layer predicts from h_t, x_{t+1} and earlier items; both
-  laws are those among the draft vocabulary. Differentiable in `drafter_params`
-  alone: all else is a constant, so that nothing the drafter learns reaches the
-  model. Holds several f32[N, T, U].
+  ĥ_{t+1} is what the layer predicts from h_t, x_{t+1} and earlier items. Both
+  distributions are restricted to the draft vocabulary. Only `drafter_params`
+  gets a gradient, so training the drafter cannot change the model. Holds
+  several f32[N, T, U] in memory.
 
   Args:
     drafter_params: `Learned.params`.
     vocabulary_U: `Learned.vocabulary`.
-    model: the decoder.
+    model: the decoder that is drafted for.
     params: its parameters.
-    hidden_NTM: its hidden states after the final norm, as a readout of `replay`
-      gives them; [n, t] is what token [n, t] was drawn from.
-    tokens_NT: i32, the tokens of the answers.
-    segments_NT: i32, which answer a token belongs to, 0 for none. Answers that
-      are packed into one row do not see each other.
-    state: the prompt of all these answers, of all layers or of the last alone
-      (`learned.last_layer`); None for answers without one.
-    temperature: that the answers were sampled at.
+    answers: answers to learn from, packed into rows.
+    state: captured state of the prompt these answers share, of all layers or of
+      the last alone (`learned.last_layer`); None for answers without a prompt.
+    temperature: temperature the answers were sampled at.
     regression: weight of the second term.
 
   Returns:
-    losses_NT, and f32 weights_NT: 1 where item t has a next token in its own
-    answer and in the draft vocabulary, 0 elsewhere. Sums over both compose.
+    losses_NT, and f32 weights_NT: 1 where the next token is of the same answer
+    and in the draft vocabulary, 0 elsewhere. Sums of both over batches add up.
   """
+  hidden_NTM, tokens_NT, segments_NT = answers
   vocabulary_U = jnp.asarray(vocabulary_U)
   next_NT = jnp.roll(tokens_NT, -1, axis=1)
   index_NT = jnp.searchsorted(vocabulary_U, next_NT)
@@ -63,14 +80,13 @@ def losses(
   follows_NT = jnp.roll(segments_NT, -1, axis=1) == segments_NT
   counts_NT &= follows_NT.at[:, -1].set(False)
   predicted_NTM = predict(
-      drafter_params, model, params, hidden_NTM, tokens_NT, segments_NT,
-      state=state,
+      drafter_params, model, params, answers, state=state
   )
   target_NTM = jnp.roll(lax.stop_gradient(hidden_NTM), -1, axis=1)
-  table_UM = lax.stop_gradient(block.head_table(model, params))[vocabulary_U]
+  table_UM = lax.stop_gradient(decode.head_table(model, params))[vocabulary_U]
 
   def log_law(hidden_NTM):
-    logits_NU = block.logits(
+    logits_NU = decode.logits(
         hidden_NTM.reshape(-1, hidden_NTM.shape[-1]), table_UM
     )
     return jax.nn.log_softmax(logits_NU / temperature)
@@ -88,13 +104,14 @@ def losses(
 
 
 def predict(
-    drafter_params, model: decoder.Decoder, params, hidden_NTM, tokens_NT,
-    segments_NT, *, state: state_lib.PrefixState | None = None,
+    drafter_params, model: decoder.Decoder, params, answers: PackedAnswers, *,
+    state: state_lib.PrefixState | None = None,
 ):
-  """What the layer predicts from every item, [N, T, M]; see `losses`.
+  """Hidden states predicted from every item, [N, T, M]; arguments as `losses`.
 
-  Differentiable in `drafter_params` alone.
+  Only `drafter_params` gets a gradient.
   """
+  hidden_NTM, tokens_NT, segments_NT = answers
   if state is None:
     state = state_lib.empty(model.config, 0)
   params, hidden_NTM, state = lax.stop_gradient((params, hidden_NTM, state))
@@ -105,13 +122,13 @@ def predict(
 
   def attend(q, k, v):
     out = attention_packed.attend(
-        q, k, v, segments_NT, state.mixer, state.mixer[0].shape[0] - 1,
-        state.length,
+        q, k, v, segments_NT, state.mixer,
+        layer=state.mixer[0].shape[0] - 1, prefix_length=state.length,
     )
     return out, None
 
   predicted_NTM, _ = learned.layer(
       model, params, drafter_params, hidden_NTM, tokens_NT,
-      state.length + place_T[None] - first_NT, attend,
+      positions_NT=state.length + place_T[None] - first_NT, attend=attend,
   )
   return predicted_NTM

@@ -11,22 +11,22 @@ import jax.numpy as jnp
 from branch_replay import state as state_lib
 from branch_replay.mixers import kinds
 from branch_replay.models import decoder
-from branch_replay.rollout import block
+from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout.drafters.drafter import View
-from branch_replay.rollout.problem import Inputs
-from branch_replay.rollout.problem import Task
+from branch_replay.rollout.problem import RolloutInputs
+from branch_replay.rollout.problem import RoundSettings
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A decoder, usually a small one, that draws with the same noise.
+  """A decoder, usually a smaller one, that draws with the same noise.
 
   Attributes:
-    model: the decoder.
     params: its parameters.
-    state: the prompt, captured with these.
+    state: the prompt captured with these parameters.
+    model: the decoder.
   """
 
   params: dict
@@ -34,9 +34,11 @@ class Model:
   model: decoder.Decoder = dataclasses.field(metadata=dict(static=True))
 
   def init(
-      self, model: decoder.Decoder, inputs: Inputs, branches: int, room: int
+      self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
+      room: int,
   ):
-    """Its own cache; checks that it reads the same ids of the same prompt."""
+    """A cache for the drafter; checks that vocabulary and prompt are the same.
+    """
     sizes = self.model.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
       raise ValueError(
@@ -59,37 +61,37 @@ class Model:
       )
     return state_lib.caches(config, self.state.mixer, branches, room)
 
-  def propose(self, task: Task, memory, view: View):
+  def propose(self, settings: RoundSettings, memory, view: View):
     """Runs k + 1 tokens, one after the other.
 
-    The last one is run only to be cached, so that the cache holds every
-    accepted token whatever their number is.
+    The last one is run only so that its keys and values are in the cache: if
+    all k drafts are accepted, the next round needs them.
     """
-    table_VM = block.head_table(self.model, self.params)
+    table_VM = decode.head_table(self.model, self.params)
 
     def step(carry, inputs):
       cache, token_N = carry
       index, noise_NV = inputs
-      hidden_NTM, cache, _ = block.run(
+      hidden_NTM, cache, _ = decode.run(
           self.model, self.params, self.state, cache, view.lengths_N + index,
           token_N[:, None],
       )
-      logits_NV = block.logits(hidden_NTM[:, 0], table_VM)
-      token_N, _ = law_lib.draw(task.law, logits_NV, noise_NV)
+      logits_NV = decode.logits(hidden_NTM[:, 0], table_VM)
+      token_N, _ = law_lib.draw(settings.law, logits_NV, noise_NV)
       return (cache, token_N), token_N
 
     noise_TNV = None
     if view.noise_NTV is not None:
       noise_TNV = view.noise_NTV.swapaxes(0, 1)
-    places = jnp.arange(task.draft_length + 1, dtype=jnp.int32)
+    places = jnp.arange(settings.draft_length + 1, dtype=jnp.int32)
     (cache, _), tokens_TN = lax.scan(
         step, (memory, view.last_N), (places, noise_TNV)
     )
     return tokens_TN[:-1].T, cache
 
-  def observe(self, task, memory, view, outcome):
-    del task, view, outcome
+  def observe(self, settings, memory, view, outcome):
+    del settings, view, outcome
     return memory
 
-  def keep(self, memory, index):
-    return block.keep(memory, index)
+  def select(self, memory, index):
+    return decode.select_rows(memory, index)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reduced vocabulary of a drafter: a map from its indices to ids."""
+"""The reduced vocabulary of a drafter: a map from its indices to token ids."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ def most_frequent(
 ) -> np.ndarray:
   """The `size` most frequent ids, in ascending order, i32[U].
 
-  Where fewer are seen, the lowest of the others fill it up.
+  If fewer ids occur, the lowest of the others are added.
 
   Args:
-    tokens: ids of answers the model gave.
+    tokens: ids of answers that the model gave.
     size: U.
     vocab_size: V of the model.
 
   Raises:
-    ValueError: more ids than there are, or some outside the vocabulary.
+    ValueError: a size above V, or ids outside the vocabulary.
   """
   if not 1 <= size <= vocab_size:
     raise ValueError(f"size={size} must lie in [1, {vocab_size}].")
@@ -36,7 +36,7 @@ def most_frequent(
 
 
 def check(vocabulary, vocab_size: int):
-  """Raises ValueError for what is no draft vocabulary of V ids."""
+  """Raises ValueError if these ids are not a draft vocabulary of V ids."""
   ids_U = np.asarray(vocabulary, np.int64)
   if (
       not ids_U.size
@@ -51,7 +51,7 @@ def check(vocabulary, vocab_size: int):
 
 
 def check_same(mine, theirs):
-  """Raises ValueError if two draft vocabularies differ, in size or content."""
+  """Raises ValueError if two draft vocabularies differ."""
   mine, theirs = np.asarray(mine), np.asarray(theirs)
   if mine.size != theirs.size:
     raise ValueError(

@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting during training: a drafter that learns from what rollouts gave.
+"""A drafter that is trained during a run, on the run's own rollouts.
 
-  lessons.py     answers as a drafter learns from them, packed into rows
-  buffer.py      which of them are kept, and drawn
+  lessons.py     answers to learn from, packed into rows
+  buffer.py      which lessons are kept, and which is drawn next
   trainer.py     one update of the drafter
-  watch.py       an alarm, and drafts switched off
-  speculator.py  all of it, beside the rollouts of a run
+  watch.py       switches drafts off when they are no longer accepted
+  speculator.py  all of this, beside the rollouts of a run
 
-Nothing here can change a token: see docs/rollouts.md.
+Nothing here can change a sampled token: see docs/rollouts.md.
 """

@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which lessons are kept, and which is drawn next.
+"""Which lessons are kept, and which one is drawn next.
 
-Rollouts are as slow as their longest answers, so those are what a drafter had
-better know; and it drafts for a policy that moves, so the newest count most.
+A rollout takes as long as its longest answers, so the drafter should know these
+best. And it drafts for a policy that moves, so the newest lessons count most.
 
 Source: long answers of the previous step come first as in TLT,
 https://arxiv.org/abs/2511.16665.
@@ -18,13 +18,14 @@ from branch_replay.training.drafting.lessons import Lesson
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-  """Lessons, oldest first.
+  """Lessons, the oldest first.
 
   Attributes:
-    most_tokens: of answers that are kept; the newest step is kept whole.
-    fresh: probability that a lesson of the newest step is drawn, and not one
-      of all.
-    lessons: what is kept.
+    most_tokens: the most tokens of answers that are kept. The newest step is
+      kept whole even if it has more.
+    fresh: probability that a lesson is drawn from the newest step alone and not
+      from all.
+    lessons: the lessons.
   """
 
   most_tokens: int
@@ -40,10 +41,10 @@ class Buffer:
 
 
 def add(buffer: Buffer, new: list[Lesson]) -> Buffer:
-  """The buffer with the lessons of one step.
+  """The buffer with the lessons of one more step.
 
-  What exceeds its room goes: of the oldest step first, and of one step the
-  lessons of the shortest answers.
+  If there are more than `most_tokens` tokens, lessons of the oldest step are
+  dropped first, and within a step those with the shortest answers.
   """
   kept = sorted(
       (*buffer.lessons, *new), key=lambda one: (one.step, one.lengths.max())
@@ -55,10 +56,10 @@ def add(buffer: Buffer, new: list[Lesson]) -> Buffer:
 
 
 def draw(buffer: Buffer, rng: np.random.Generator) -> Lesson:
-  """A lesson, in proportion to its tokens.
+  """Draws a lesson, with a probability in proportion to its tokens.
 
   Raises:
-    ValueError: there is none.
+    ValueError: the buffer is empty.
   """
   if not buffer.lessons:
     raise ValueError("The buffer is empty: add lessons first.")

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lessons: answers as a drafter learns from them, packed into rows."""
+"""Lessons: answers a drafter learns from, and how they are packed into rows."""
 
 import dataclasses
 import functools
@@ -16,18 +16,20 @@ from branch_replay import readout as readout_lib
 from branch_replay import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout.drafters import learned
+from branch_replay.rollout.drafters import learned_loss
 from branch_replay.schedule import Schedule
 
 
 class Lesson(NamedTuple):
-  """Answers to one prompt, and what the model made of them; on the host.
+  """Answers to one prompt with the model's hidden states, on the host.
 
   Attributes:
-    step: of the run, when they were sampled.
+    step: step of the run in which they were sampled.
     tokens: i32[G, T].
     lengths: i32[G].
-    hidden: [G, T, M]; [g, t] is what token [g, t] was drawn from.
-    prompt: of the captured prompt what the drafter reads, one layer.
+    hidden: [G, T, M]; [g, t] is the hidden state token [g, t] was drawn from.
+    prompt: captured state of the prompt, reduced to the layer the drafter
+      reads.
   """
 
   step: int
@@ -38,16 +40,8 @@ class Lesson(NamedTuple):
 
   @property
   def count(self) -> int:
-    """Tokens of all answers."""
+    """Tokens of all answers together."""
     return int(self.lengths.sum())
-
-
-class Packed(NamedTuple):
-  """Answers in rows of one width; see `learned_loss.losses`."""
-
-  hidden_NTM: np.ndarray
-  tokens_NT: np.ndarray
-  segments_NT: np.ndarray
 
 
 def of_answers(
@@ -60,22 +54,23 @@ def of_answers(
     version: int | None = None,
     schedule: Schedule = Schedule(),
 ) -> Lesson:
-  """The lesson of a group: its tails are run once more, its prompt not.
+  """Makes the lesson of a group by replaying its tails; its prompt is not run.
 
   Args:
     model: the decoder.
-    params: that sampled the answers, on one device.
+    params: the parameters that sampled the answers, on one device.
     group: prompt and answers.
-    state: that sampling left.
-    step: of the run.
-    version: u32 that stands for `params`, if not a fingerprint.
-    schedule: of the replay.
+    state: captured state of the prompt, left by sampling.
+    step: step of the run.
+    version: u32 that stands for `params`, if the state is not marked with a
+      fingerprint.
+    schedule: sizes and policies of the replay.
 
   Returns:
     The lesson.
 
   Raises:
-    ValueError: a state of another prompt or of other parameters.
+    ValueError: the state is of another prompt or of other parameters.
   """
   prefix.check_samplable(state, model, params, group, version)
   hidden_GTM = _hidden(model, schedule, params, group, state, version)
@@ -87,7 +82,7 @@ def of_answers(
   )
 
 
-# Not under `jit`, its scans would be compiled anew by every call.
+# Outside of `jit` every call would compile its scans anew.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _hidden(model, schedule, params, group, state, version):
   return gradients.replay(
@@ -96,18 +91,18 @@ def _hidden(model, schedule, params, group, state, version):
   )
 
 
-def pack(lesson: Lesson, rows: int, width: int) -> Packed:
-  """Its longest answers, as many as find room.
+def pack(lesson: Lesson, rows: int, width: int) -> learned_loss.PackedAnswers:
+  """Packs the longest answers of a lesson into rows, as many as fit.
 
-  Each goes to the fullest row that holds it. Answers of one token teach
-  nothing and are left out; of those longer than a row the end is.
+  Each answer goes to the fullest row that has room for it. Answers of one token
+  teach nothing and are left out. Answers longer than a row lose their end.
 
   Args:
-    lesson: of any shape.
-    rows: N.
-    width: T.
+    lesson: a lesson of any shape.
+    rows: N, number of rows.
+    width: T, tokens of a row.
   """
-  packed = Packed(
+  packed = learned_loss.PackedAnswers(
       np.zeros((rows, width, lesson.hidden.shape[-1]), lesson.hidden.dtype),
       *np.zeros((2, rows, width), np.int32),
   )
@@ -127,12 +122,12 @@ def pack(lesson: Lesson, rows: int, width: int) -> Packed:
 
 
 def prompt_ids(lesson: Lesson) -> np.ndarray:
-  """i32: the captured ids of its prompt, without padding."""
+  """i32: ids of a lesson's captured prompt, without padding."""
   return lesson.prompt.tokens[: int(lesson.prompt.length)]
 
 
 def on_device(lesson: Lesson) -> state_lib.PrefixState:
-  """Its prompt as arrays of the default device."""
+  """A lesson's prompt state as arrays on the default device."""
   return jax.tree.map(
       jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None)
   )

@@ -1,16 +1,18 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting beside the rollouts of a run: tuner, watch, drafter, lessons.
+"""Drafting beside the rollouts of a run: draft lengths, drafter, training.
 
-A step of the run goes
+In each step of the run, for every prompt,
 
-  options → sample → saw      for every prompt, and then
-  study                       which trains the drafter, and reports.
+  options  chooses the drafter and the draft lengths that `sample` takes,
+  saw      notes what the rollout cost and gave,
 
-A `Speculator` is an object that changes, the only one of a run: it holds
-nothing that a token, a reward or an update depends on. That is why it may be
-restored in part: a run that goes on has its drafter again, with its optimizer,
-while lessons and measured speeds are collected anew.
+and then `study` trains the drafter and reports.
+
+A `Speculator` is the only object of a run that changes in place. No token,
+reward or update depends on what it holds, so it need not be restored
+completely: a run that resumes restores the drafter and its optimizer, and
+collects lessons and measured speeds anew.
 """
 
 from collections.abc import Sequence
@@ -47,7 +49,7 @@ from branch_replay.training.drafting import watch as watch_lib
 
 Kind = Literal["ngram", "learned"]
 DECISIONS = "decisions.jsonl"
-_ITEMS = ("default",)  # that orbax makes of a saved version
+_ITEMS = ("default",)  # what orbax calls the content of a version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +57,15 @@ class Studies:
   """How a learned drafter is trained.
 
   Attributes:
-    optimizer: of its parameters.
-    vocabulary: U, ids it drafts: the most frequent ones of the first step.
-    updates: a step.
-    until: steps of the run after which it is left as it is, or None.
-    rows: N, of an update.
+    optimizer: optax optimizer of the drafter's parameters.
+    vocabulary: U, number of ids it drafts; the most frequent ids of the first
+      step are chosen.
+    updates: updates in each step of the run.
+    until: steps of the run after which the drafter is frozen; None for never.
+    rows: N, rows of packed answers in an update.
     width: T, tokens of a row.
-    most_tokens: of answers that are kept to learn from.
-    fresh: see `buffer.Buffer`.
+    most_tokens: tokens of answers that are kept to learn from.
+    fresh: probability of a lesson from the newest step, see `buffer.Buffer`.
   """
 
   optimizer: optax.GradientTransformation
@@ -85,20 +88,20 @@ class Studies:
 
 
 class Speculator:
-  """See the module.
+  """Drafts for the rollouts of a run; see the module.
 
   Args:
     model: the decoder that is trained.
-    kind: of the drafter.
-    tuner: with the draft lengths to choose from.
-    watch: with its thresholds.
-    studies: of a learned drafter; None with n-grams.
-    temperature: that answers are sampled at.
-    seed: of the drafter's first parameters and of what it is shown.
-    schedule: of the replays that lessons are made by.
+    kind: "ngram" or "learned".
+    tuner: chooses draft lengths by measured speed.
+    watch: switches drafts off when they are no longer accepted.
+    studies: how a learned drafter is trained; None with "ngram".
+    temperature: temperature answers are sampled at.
+    seed: seed of the drafter's first parameters and of the order of lessons.
+    schedule: sizes and policies of the replays that make lessons.
 
   Raises:
-    ValueError: an unknown kind, or a model that the drafter does not fit.
+    ValueError: an unknown kind, or a model that the drafter does not support.
   """
 
   def __init__(
@@ -139,14 +142,12 @@ class Speculator:
 
   @property
   def reads_states(self) -> bool:
-    """Whether `study` needs the states of its batch."""
+    """Whether `study` reads the states of its batch."""
     return self._studies is not None
-
-  # Sampling.
 
   @property
   def drafter(self) -> drafter_lib.Drafter | None:
-    """What drafts now; None before a learned one has seen anything."""
+    """The drafter of now; None before a learned one is trained."""
     if self._studies is None:
       return self._fixed
     if self._trained is None:
@@ -154,7 +155,7 @@ class Speculator:
     return learned_lib.Learned(self._trained.params, self._vocabulary)
 
   def options(self, branches: int) -> dict:
-    """`drafter` and `draft_length` of the next call of `sample`."""
+    """Keyword arguments of the next `sample`: drafter and draft_length."""
     drafter = self.drafter
     if drafter is None or self._watch.is_off(self._step):
       return {}
@@ -165,7 +166,7 @@ class Speculator:
     return {"drafter": drafter, "draft_length": lengths}
 
   def saw(self, rollout: result.Rollout) -> None:
-    """Takes note of what a rollout cost and gave."""
+    """Notes how long a rollout took and how many drafts it accepted."""
     if self.drafter is not None:
       self._tuner = tuner_lib.observe(self._tuner, rollout.work)
     self._seen.append([
@@ -173,26 +174,25 @@ class Speculator:
         for name in ("lengths", "rounds", "drafted", "accepted")
     ])
 
-  # Between sampling and learning.
-
   def study(
       self, params, batch: Sequence[experience_lib.Experience], *, version: int
   ) -> dict[str, float]:
-    """Ends a step: trains the drafter on its answers, and reports.
+    """Ends a step of the run: trains the drafter on its answers, and reports.
 
     Args:
-      params: that sampled the batch, on one device.
-      batch: experiences; for a learned drafter, with their states.
+      params: the parameters that sampled the batch, on one device.
+      batch: experiences; a learned drafter needs their states.
       version: u32 that stands for `params`.
 
     Returns:
-      draft/accept_length, tokens of a row per forward pass; draft/accepted,
-      share of the drafts that were taken; draft/length, drafts a pass;
-      draft/alarm, 1 where they have just been switched off; and of a learned
-      drafter draft/version and draft/loss.
+      Scalars to log: draft/accept_length, tokens of a row per forward pass;
+      draft/accepted, the share of drafted tokens that were accepted;
+      draft/length, tokens drafted per forward pass; draft/alarm, 1 if drafts
+      have just been switched off; and for a learned drafter draft/version and
+      draft/loss.
 
     Raises:
-      ValueError: `saw` was not told of a rollout of this step.
+      ValueError: no rollout of this step was passed to `saw`.
     """
     if not self._seen:
       raise ValueError("study follows sampling: call saw first.")
@@ -256,24 +256,22 @@ class Speculator:
     self._trained = self._trainer.create(drafter)
     self._vocabulary = drafter.vocabulary
 
-  # Files.
-
   @contextlib.contextmanager
   def at(self, directory: pathlib.Path, params):
-    """Keeps its log and its drafter in a folder, and reads what is there.
+    """Keeps log and drafter in a folder while the context is open.
 
-    A version that cannot be read is moved aside, with a warning, and the
-    drafter begins anew: nothing but speed depends on it.
+    The newest saved drafter there is restored. One that cannot be read is moved
+    aside with a warning, and the drafter starts anew: only speed depends on it.
 
     Args:
-      directory: made if needed.
-      params: of the model, or their shapes.
+      directory: the folder; it is made if missing.
+      params: parameters of the model, or their shapes.
     """
     directory = pathlib.Path(directory).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
       json_lines.mend(directory / DECISIONS)
-      # A line at a time: sampling may end at any.
+      # Line by line, because the process may be killed at any time.
       self._log = stack.enter_context(
           (directory / DECISIONS).open("a", buffering=1)
       )
@@ -291,7 +289,7 @@ class Speculator:
           try:
             self._restore(version, params)
             break
-          except Exception as error:  # of many kinds, by what is damaged
+          except Exception as error:  # of any kind, depending on the damage
             step_folders.set_aside(
                 versions, version, f"it is no drafter of this run ({error})"
             )
@@ -301,12 +299,12 @@ class Speculator:
         self._checkpoints.wait_until_finished()
 
   def save(self) -> float:
-    """Writes the drafter alone, in the background; seconds that it blocks.
+    """Saves the drafter in the background; returns the seconds that it blocked.
 
-    One that is not finite is not saved, which is warned of.
+    A drafter that is not finite is not saved, which causes a warning.
 
     Raises:
-      ValueError: nothing was written.
+      ValueError: orbax wrote nothing.
     """
     began = time.monotonic()
     if self._studies is not None and self._trained is not None:

@@ -19,10 +19,10 @@ from branch_replay.training.drafting import lessons
 
 
 class Trained(NamedTuple):
-  """What changes.
+  """The part of a drafter that training changes.
 
   Attributes:
-    params: of the drafter.
+    params: parameters of the drafter.
     optimizer: optax state.
     version: i32[], updates done.
   """
@@ -38,10 +38,10 @@ class Trainer:
 
   Attributes:
     model: the decoder it drafts for.
-    optimizer: of the drafter's parameters alone.
-    rows: N, of a batch.
+    optimizer: optax optimizer of the drafter's parameters.
+    rows: N, rows in an update.
     width: T, tokens of a row.
-    temperature: that answers are sampled at.
+    temperature: temperature answers are sampled at.
   """
 
   model: decoder.Decoder
@@ -58,7 +58,7 @@ class Trainer:
       )
 
   def create(self, drafter: learned.Learned) -> Trained:
-    """Before the first update; parameters become at least float32."""
+    """The state before the first update; parameters are at least float32."""
     params = jax.tree.map(jnp.copy, drafter.params)  # an update donates them
     params = step_lib.as_trained(params)
     moments = step_lib.initial(self.optimizer, params)
@@ -67,16 +67,16 @@ class Trainer:
   def update(
       self, trained: Trained, vocabulary_U, params, lesson: lessons.Lesson
   ) -> tuple[Trained, jax.Array]:
-    """One update, unless loss or gradient is not finite.
+    """Makes one update, unless loss or gradient is not finite.
 
     Args:
-      trained: before; it is donated.
-      vocabulary_U: of the drafter.
-      params: of the model, on one device.
+      trained: the state before; it is donated.
+      vocabulary_U: ids the drafter drafts.
+      params: parameters of the model, on one device.
       lesson: what is learnt from.
 
     Returns:
-      `trained` after, and the mean loss before in nats an item.
+      The state after the update, and the mean loss before it in nats per item.
     """
     packed = lessons.pack(lesson, self.rows, self.width)
     return self._update(
@@ -87,7 +87,7 @@ class Trainer:
   def _update(self):
     def mean_loss(drafter_params, vocabulary_U, params, packed, prompt):
       losses_NT, weights_NT = learned_loss.losses(
-          drafter_params, vocabulary_U, self.model, params, *packed,
+          drafter_params, vocabulary_U, self.model, params, packed,
           state=prompt, temperature=self.temperature,
       )
       return jnp.sum(losses_NT) / jnp.maximum(1, jnp.sum(weights_NT))

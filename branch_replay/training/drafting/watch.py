@@ -1,8 +1,8 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An alarm for drafts that are no longer accepted.
+"""Switches drafts off when they are no longer accepted.
 
-A drafter that has gone bad changes no token, so nothing else would tell.
+A bad drafter changes no token, so nothing else would reveal it.
 """
 
 import dataclasses
@@ -10,15 +10,15 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-  """Settings and memory.
+  """Settings and memory of the alarm.
 
   Attributes:
-    floor: share of the best acceptance so far below which a step is bad.
+    floor: a step is bad if its acceptance is below this share of the best one.
     patience: bad steps in a row that raise the alarm.
-    rest: steps without drafts after it; then they are tried again.
-    best: highest share of drafts accepted in a step.
-    bad: bad steps in a row.
-    off_until: the step from which drafts are made again.
+    rest: steps without drafts after an alarm; then drafts are tried again.
+    best: highest share of drafts accepted in a step so far.
+    bad: bad steps in a row up to now.
+    off_until: first step in which drafts are made again.
   """
 
   floor: float = 0.5
@@ -43,16 +43,19 @@ class Watch:
 def observe(
     watch: Watch, step: int, drafted: int, accepted: int
 ) -> tuple[Watch, bool]:
-  """The state after a step, and whether it raised the alarm.
+  """Updates the watch after a step.
 
-  After an alarm the best is forgotten, so that a policy that has become harder
-  to guess is not compared with what it was.
+  After an alarm the best acceptance is forgotten, so that a policy that has
+  become harder to guess is not compared with its past.
 
   Args:
     watch: the state before.
-    step: of the run.
-    drafted: tokens that were drafted in it.
-    accepted: how many of them were taken; steps without drafts say nothing.
+    step: step of the run.
+    drafted: tokens drafted in it; a step without drafts changes nothing.
+    accepted: how many of them were accepted.
+
+  Returns:
+    The state after, and whether the alarm was raised.
   """
   if not drafted:
     return watch, False

@@ -1,10 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor of a file is which parameter, and how layers are stacked.
+"""Maps tensors of a file to parameters, and stacks them over layers.
 
-A file holds one [out, in] matrix per layer; a `Decoder` holds one [L, in, out]
-array per parameter. The tree of parameters is asked of the model itself, so
-that this module repeats no geometry.
+A file holds one [out, in] matrix for each layer; a `Decoder` holds one
+[L, in, out] array for each parameter. Shapes are taken from the model itself,
+so this module repeats no geometry.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,10 @@ from branch_replay import config as config_lib
 from branch_replay import pattern
 from branch_replay.models import decoder
 
-# Path of a parameter -> name of its tensor; {} is the layer, the second one the
-# expert. Of a layer that is not of attention alone the path starts with its
-# kind. Names that no file has are made of those that it has in `hf_tensors`.
+# Path of a parameter -> name of its tensor, where the first {} is the layer and
+# the second the expert. Paths of parameters that attention layers do not have
+# start with the kind of their layers. `hf_tensors` makes tensors that no
+# file has under these names.
 HF_NAMES = {
     "embed/table": "model.embed_tokens.weight",
     "layers/project/norm/scale": "model.layers.{}.input_layernorm.weight",
@@ -121,10 +122,10 @@ class Slot(NamedTuple):
   """Where one tensor of a file goes.
 
   Attributes:
-    path: of the parameter, with slashes.
-    layer: index on its leading axis, with that of the expert where there is
-      one; None for an unstacked parameter.
-    shape: that the tensor must have in the file.
+    path: path of the parameter, with slashes.
+    layer: index on its leading axis, or indices of layer and expert; None for a
+      parameter that is not stacked.
+    shape: shape the tensor must have in the file.
   """
 
   path: str
@@ -148,11 +149,15 @@ def slots(
   """Every tensor that a file of this config must hold.
 
   Args:
-    config: of the model.
+    config: configuration of the model.
     names: `HF_NAMES` or `GGUF_NAMES`.
 
   Returns:
-    Slots by name of tensor, layers of a parameter next to each other.
+    Slots by tensor name; the layers of a parameter follow one another.
+
+  Raises:
+    ValueError: the model has adapters, or a parameter that files of this format
+      cannot hold.
   """
   if config.adapter is not None:
     raise ValueError(
@@ -193,7 +198,7 @@ def _place(config, path):
 
 
 def listed(names: Iterable[str], *, limit: int = 8) -> str:
-  """The first names in full and a count of the rest."""
+  """The first names in full, and the number of others."""
   names = sorted(names)
   rest = len(names) - limit
   shown = ", ".join(names[:limit])
@@ -208,9 +213,9 @@ def check(
   """Raises ValueError naming missing, unexpected and misshapen tensors.
 
   Args:
-    wanted: shape by name.
-    found: shape by name.
-    source: what is wrong, for the message.
+    wanted: expected shapes by name.
+    found: shapes by name.
+    source: what the message says is wrong.
   """
   problems = []
   if missing := wanted.keys() - found.keys():
@@ -237,18 +242,18 @@ def stack(
     names: Mapping[str, str],
     read: Callable[[str], np.ndarray],
 ) -> dict:
-  """Reads every tensor once into the parameters of a `Decoder`.
+  """Reads every tensor once, and makes the parameters of a `Decoder` of them.
 
-  One parameter is filled at a time, so the peak is the model and one parameter,
-  not two models.
+  One parameter is filled at a time, so the peak memory is the model and one
+  parameter, not two models.
 
   Args:
-    config: of the model; parameters get its `param_dtype`.
+    config: configuration of the model; parameters get its `param_dtype`.
     names: `HF_NAMES` or `GGUF_NAMES`.
-    read: from name to tensor, in the file's layout and any float dtype.
+    read: function from a name to its tensor, [out, in] in any float dtype.
 
   Returns:
-    The parameter tree, on the default device.
+    The parameters, on the default device.
 
   Raises:
     ValueError: `param_dtype` cannot hold a value, or needs jax_enable_x64.
@@ -289,18 +294,18 @@ def _cast(name, tensor, dtype):
 def unstack(
     config: config_lib.ModelConfig, names: Mapping[str, str], params: dict
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """The inverse of `stack`: tensors by name, in a file's layout.
+  """The inverse of `stack`: yields a file's tensors with their names.
 
   Args:
-    config: of the model.
+    config: configuration of the model.
     names: `HF_NAMES` or `GGUF_NAMES`.
-    params: the tree of a `Decoder`, or its gradient.
+    params: parameters of a `Decoder`, or their gradient.
 
   Yields:
-    (name, contiguous tensor) in the parameter's own dtype.
+    (name, contiguous tensor), each in the parameter's dtype.
 
   Raises:
-    ValueError: the tree is not that of the config.
+    ValueError: the parameters do not fit the config.
   """
   flat = traverse_util.flatten_dict(params, sep="/")
   check(
