@@ -354,7 +354,7 @@ def make_step(
     trainable: "all" or "adapters".
     schedule: sizes, policies and layout of the computation.
     **options: readout, prefix_gradient and sampling, as in
-      `prefix_replay.value_and_grad`.
+      `gradients.value_and_grad`.
 
   Returns:
     A jitted function (train_state, group, args, key=None) -> (train_state,
