@@ -7,7 +7,7 @@ advantages), computes its policy gradient in every mode, and writes times,
 memory and the distance of each gradient from the full one to results.json and
 report.png in the workdir.
 
-  python -m experiments.compare_backward --config=configs/compare_smollm2.py
+  python -m experiments.compare_backward --config=configs/compare_backward.py
   python -m experiments.compare_backward --config.prompt_tokens=2048
 """
 
@@ -342,4 +342,4 @@ def _measure(problem, settings, modes, repeats, results, workdir, bar):
 
 
 if __name__ == "__main__":
-  cli.main(run, "configs/compare_smollm2.py")
+  cli.main(run, "configs/compare_backward.py")

@@ -8,7 +8,7 @@ work and the distance of each gradient from the full one go to results.json in
 the workdir.
 
   python -m experiments.compare_trees --config=configs/compare_trees.py
-  python -m experiments.compare_trees --config=configs/compare_architectures.py
+  python -m experiments.compare_trees --config=configs/compare_trees.py:architectures
 """
 
 import dataclasses
@@ -194,7 +194,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs the comparison; see the module.
 
   Args:
-    config: configs/compare_trees.py or configs/compare_architectures.py.
+    config: configs/compare_trees.py or configs/compare_trees.py:architectures.
     workdir: where results.json goes.
 
   Returns:

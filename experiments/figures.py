@@ -54,8 +54,11 @@ class Figure(NamedTuple):
 
 def _of(name: str, module: str, draw) -> Figure:
   """Of an experiment whose config has the name of its result file."""
+  file = f"{name}.py"
+  if module == "learning_curves":
+    file = name.replace("_", ".py:", 1)
   return Figure(
-      name, f"python -m experiments.{module} --config=configs/{name}.py", draw
+      name, f"python -m experiments.{module} --config=configs/{file}", draw
   )
 
 

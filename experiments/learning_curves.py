@@ -6,11 +6,10 @@ Every seed is warmed up once; all variants of a seed go on from its checkpoint
 and see the same prompts. results.json is rewritten after every run; one that
 was interrupted goes on where it stopped.
 
-  python -m experiments.learning_curves --config=configs/learning_modes.py
+  python -m experiments.learning_curves --config=configs/learning.py:modes
 """
 
 import copy
-import importlib
 import pathlib
 import shutil
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from branch_replay.training import loop
 from branch_replay.training import metrics
+from configs import train as train_config
 from experiments import cli
 from experiments import record
 from experiments import train
@@ -32,7 +32,7 @@ def variants(config) -> dict[str, dict]:
 
 def base_of(config, seed: int) -> ml_collections.ConfigDict:
   """The training config of a seed, with the changes that all variants share."""
-  base = importlib.import_module(f"configs.{config.base}").get_config()
+  base = train_config.get_config(config.base)
   return changed(base, {**dict(config.shared), "seed": seed, "export": False})
 
 
@@ -116,7 +116,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs every variant of every seed that has not been run.
 
   Args:
-    config: e.g. configs/learning_modes.py.
+    config: e.g. configs/learning.py:modes.
     workdir: where results.json, learning_curves.png and all runs go.
 
   Returns:
@@ -219,4 +219,4 @@ def draw(results: dict, path: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  cli.main(run, "configs/learning_modes.py")
+  cli.main(run, "configs/learning.py:modes")

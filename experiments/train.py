@@ -6,7 +6,7 @@ Writes metrics.jsonl (one object a step), TensorBoard's event files, checkpoints
 and, at the end, the model in Hugging Face's format. The same command goes on
 where an earlier one was stopped.
 
-  python -m experiments.train --config=configs/train_tiny.py
+  python -m experiments.train --config=configs/train.py
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ from branch_replay.training import phases as phases_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
 from branch_replay.weights import pretrained as pretrained_lib
-from configs import train_tiny
+from configs import train as train_config
 from experiments import cli
 from experiments import compare_backward
 from experiments import record
@@ -111,7 +111,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError for a field that is missing, or that nobody reads."""
-  known = train_tiny.get_config()
+  known = train_config.get_config()
   kinds = {known[name].kind: known[name] for name in known.phases}
   if not config.phases:
     raise ValueError("phases=() names nothing to do.")
@@ -322,7 +322,7 @@ def run(
   """Trains, or goes on training; see the module.
 
   Args:
-    config: e.g. configs/train_tiny.py.
+    config: e.g. configs/train.py.
     workdir: where everything goes.
     may_differ: see `loop.train`.
 
@@ -437,4 +437,4 @@ def export_drafters(problem: Problem, directory: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  cli.main(run, "configs/train_tiny.py")
+  cli.main(run, "configs/train.py")

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from configs import adapting_tiny
+from configs import adapting as adapting_config
 from experiments import adapting
 
 
 @pytest.fixture
 def config(tmp_path):
-  config = adapting_tiny.get_config()
+  config = adapting_config.get_config("tiny")
   config.shared = (*config.shared, ("data_dir", str(tmp_path / "tasks")))
   return config
 

@@ -8,12 +8,11 @@ import jax
 import pytest
 
 from configs import bench_accelerator as full_size
-from configs import bench_accelerator_tiny
 from experiments import bench_accelerator
 
 
 def small(**changes):
-  config = bench_accelerator_tiny.get_config()
+  config = full_size.get_config("tiny")
   config.update(dict(prefixes=(64,), modes=("exact",), repeats=1) | changes)
   return config
 

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from branch_replay import flops
-from configs import bench_tiny
+from configs import bench_step as config_file
 from experiments import bench_report
 from experiments import bench_step
 from tests import tiny
 
 
 def small():
-  config = bench_tiny.get_config()
+  config = config_file.get_config("tiny")
   config.update({
       "grid": (((16,), (2,), (8,)),),
       "variants": (("full", "keep"), ("exact", "recompute")),
@@ -45,7 +45,7 @@ def test_shapes_are_products_each_once_and_cheap_first():
 
 
 def test_what_is_left_out_has_a_reason():
-  config = bench_tiny.get_config()  # full up to 32, chunks of 16, four or more
+  config = config_file.get_config("tiny")  # full up to 32, chunks of 16, four or more
   assert "P=32" in bench_step.left_out(config, (64, 2, 8), "full")
   assert bench_step.left_out(config, (32, 2, 8), "full") is None
   assert "4 chunks" in bench_step.left_out(config, (32, 2, 8), "sampled")

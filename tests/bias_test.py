@@ -13,8 +13,8 @@ import pytest
 
 import branch_replay as br
 from branch_replay.weights import pretrained as pretrained_lib
-from configs import bias_batch_tiny
-from configs import bias_training_tiny
+from configs import bias_batch as batch_config
+from configs import bias_training as training_config
 from experiments import bias_batch
 from experiments import bias_sweep
 from experiments import bias_training
@@ -77,7 +77,7 @@ def test_coherence_tells_a_bias_from_noise(same):
 
 def byte_model(_):
   """The model of the tiny training study, before training."""
-  model = br.Decoder(br.ModelConfig(**bias_training_tiny.get_config().model))
+  model = br.Decoder(br.ModelConfig(**training_config.get_config("tiny").model))
   params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   return pretrained_lib.Pretrained(
       model, params["params"], bias_training.byte_tokenizer()
@@ -86,7 +86,7 @@ def byte_model(_):
 
 def test_the_batch_study_writes_what_it_promises(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(compare_backward, "load", byte_model)
-  config = bias_batch_tiny.get_config()
+  config = batch_config.get_config("tiny")
   # A budget of all chunks runs them all with weight 1: exact.
   config.estimators = {"top": 4.0, "uniform": 16.0}
   results = bias_batch.run(config, tmp_path)
@@ -123,7 +123,7 @@ def test_bad_batch_configs_stop_with_a_message(
     tmp_path, monkeypatch, change, message
 ):
   monkeypatch.setattr(compare_backward, "load", byte_model)
-  config = bias_batch_tiny.get_config()
+  config = batch_config.get_config("tiny")
   with config.unlocked():
     config.update(change)
   with pytest.raises(ValueError, match=message):
@@ -132,7 +132,7 @@ def test_bad_batch_configs_stop_with_a_message(
 
 
 def test_a_dead_group_is_not_added(monkeypatch):
-  config = bias_batch_tiny.get_config()
+  config = batch_config.get_config("tiny")
   pretrained = byte_model("")
   parts = bias_sweep.Study(pretrained.model, br.Schedule(chunk_size=16))
   group_of = bias_sweep.group_of
@@ -179,7 +179,7 @@ def test_shares_by_hand():
 
 
 def test_the_training_study_writes_what_it_promises(tmp_path):
-  config = bias_training_tiny.get_config()
+  config = training_config.get_config("tiny")
   results = bias_training.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
@@ -207,7 +207,7 @@ def test_the_training_study_writes_what_it_promises(tmp_path):
     ],
 )
 def test_bad_training_configs_stop_with_a_message(tmp_path, change, message):
-  config = bias_training_tiny.get_config()
+  config = training_config.get_config("tiny")
   config.update(change)
   with pytest.raises(ValueError, match=message):
     bias_training.run(config, tmp_path)

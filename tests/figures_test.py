@@ -56,7 +56,7 @@ def test_every_command_names_what_is_there():
     if figure.command.startswith("make "):
       assert f"\n{figure.command.split()[1]}:" in makefile
       continue
-    module, *config = re.findall(r"experiments\.(\w+)|(configs/\S+)",
+    module, *config = re.findall(r"experiments\.(\w+)|(configs/\w+\.py)",
                                  figure.command)
     assert (ROOT / "experiments" / f"{module[0]}.py").exists()
     for _, file in config:

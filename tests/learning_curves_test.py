@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from configs import learning_smoke
+from configs import learning
 from experiments import learning_curves
 
 
 @pytest.fixture
 def config(tmp_path):
-  config = learning_smoke.get_config()
+  config = learning.get_config("tiny")
   config.shared = (*config.shared, ("data_dir", str(tmp_path / "tasks")))
   return config
 

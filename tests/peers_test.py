@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from configs import peers_tiny
+from configs import peers as peers_config
 from experiments import peers
 from experiments import peers_report
 from experiments.peer_workers import client
@@ -33,7 +33,7 @@ GRADIENT = {
 
 
 def small():
-  config = peers_tiny.get_config()
+  config = peers_config.get_config("tiny")
   config.peers = ("ours_exact_keep", "prefix_grouper", "ours_stop")
   config.peers_python = sys.executable
   return config
@@ -165,7 +165,7 @@ def entries(row):
 
 
 def test_what_cannot_be_run_is_foreseen():
-  config = peers_tiny.get_config()
+  config = peers_config.get_config("tiny")
   config.ours_full_up_to = 2048
   reason = peers.foreseen(config, "ours_full", 4096, [])
   assert reason == "run up to 2048 prompt tokens"
@@ -209,7 +209,7 @@ def test_without_an_environment_for_the_others(tmp_path):
 
 
 def test_problems_survive_a_file_and_share_weights(tmp_path):
-  model = peers_tiny.get_config().model.to_dict()
+  model = peers_config.get_config("tiny").model.to_dict()
   sizes = dict(branches=2, tail=3, seed=0)
   one = problem_lib.create(model, prompt=5, **sizes)
   problem_lib.save(one, tmp_path / "p.npz")
