@@ -41,7 +41,7 @@ peers: $(READY) $(READY_PEERS)
 	$(BIN)/python -m experiments.peers --config=configs/peers.py $(PEERS)
 
 figures: $(READY)
-	$(BIN)/python -m experiments.figures
+	$(BIN)/python -m experiments.reporting.figures
 
 notebooks: $(READY)
 	$(BIN)/python notebooks/run.py

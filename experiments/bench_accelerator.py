@@ -29,7 +29,9 @@ from branch_replay.schedule import check_mode
 from experiments import bench_step
 from experiments import cli
 from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import speed
+from experiments.reporting import timing
 
 _POLICY = "recompute"
 
@@ -65,9 +67,8 @@ def implementations(config) -> tuple[list[str], dict[str, str]]:
 def _problem(config, prefix: int):
   """Parameters, group, and the loss's arguments."""
   model = br.ModelConfig(**config.model)
-  decoder = br.Decoder(model)
   key = jax.random.key(config.seed)
-  params = decoder.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+  params = br.Decoder(model).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
   shape = prefix, config.branches, config.tail_tokens
   group = bench_step.group_of(model, shape, config.seed)
   advantages_G = jax.random.normal(key, (config.branches,))
@@ -101,41 +102,39 @@ def _reference(config, prefix: int, mode: str):
   return compare.named(grads)
 
 
-def _seconds(function) -> float:
-  start = time.perf_counter()
-  jax.block_until_ready(function())
-  return time.perf_counter() - start
+def _work(config, case: Case) -> int:
+  return flops.gradient(
+      br.ModelConfig(**config.model), prefix=case.prefix,
+      branches=config.branches, tail=config.tail_tokens, mode=case.mode,
+      policy=_POLICY,
+  )
 
 
 def measure(config, case: Case) -> dict:
-  """What one case takes.
+  """What one case takes: fields of a run, see docs/formats.md.
 
   The first run is not among the timed ones, unless it alone takes the time of
   a case (`warm` is then false).
-
-  Returns:
-    Fields of a run, see docs/formats.md.
   """
-  model = br.ModelConfig(**config.model)
   arguments = _problem(config, case.prefix)
-  function = _gradient(config, case.mode, case.attention, model.compute_dtype)
+  function = _gradient(
+      config, case.mode, case.attention,
+      br.ModelConfig(**config.model).compute_dtype,
+  )
   start = time.perf_counter()
   compiled = jax.jit(function).lower(*arguments).compile()
   compile_seconds = time.perf_counter() - start
   memory = compiled.memory_analysis()
-  seconds = [_seconds(lambda: compiled(*arguments))]
+  call = functools.partial(compiled, *arguments)
+  seconds = [timing.seconds(call)]
   warm = seconds[0] < config.case_seconds
   if warm:
     first = seconds.pop()
     while len(seconds) < config.repeats and (
         not seconds or first + sum(seconds) < config.case_seconds
     ):
-      seconds.append(_seconds(lambda: compiled(*arguments)))
-  work = flops.gradient(
-      model, prefix=case.prefix, branches=config.branches,
-      tail=config.tail_tokens, mode=case.mode, policy=_POLICY,
-  )
-  median = statistics.median(seconds)
+      seconds.append(timing.seconds(call))
+  work, median = _work(config, case), statistics.median(seconds)
   stats = jax.local_devices()[0].memory_stats() or {}
   run = {
       "seconds": seconds,
@@ -149,11 +148,10 @@ def measure(config, case: Case) -> dict:
       "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
   }
   if case.prefix <= config.reference_up_to:
-    _, grads = compiled(*arguments)
-    reference = _reference(
+    _, grads = call()
+    distance = compare.compare(grads, _reference(
         ml_collections.FrozenConfigDict(config), case.prefix, case.mode
-    )
-    distance = compare.compare(grads, reference)
+    ))
     run |= {
         "relative_error": distance.relative_error,
         "worst_parameter": distance.worst_parameter,
@@ -177,12 +175,7 @@ def left_out(
     return None if left > 0 else "no time was left"
   if "seconds" not in before:
     return f"not at P={before['prefix_tokens']} either"
-  work = flops.gradient(
-      br.ModelConfig(**config.model), prefix=case.prefix,
-      branches=config.branches, tail=config.tail_tokens, mode=case.mode,
-      policy=_POLICY,
-  )
-  expected = work / before["flops_per_second"]
+  expected = _work(config, case) / before["flops_per_second"]
   runs = 1 if expected >= config.case_seconds else 2
   needed = runs * expected + before["compile_seconds"]
   if needed > left:
@@ -202,24 +195,12 @@ def attempt(config, case: Case) -> dict:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the cases; see the module.
-
-  Args:
-    config: configs/bench_accelerator.py.
-    workdir: where results.json goes.
-
-  Returns:
-    What results.json holds.
-
-  Raises:
-    ValueError: a config that cannot be run.
-  """
+  """Runs the cases; ValueError for a config that cannot be run."""
   start = time.perf_counter()
   workdir = pathlib.Path(workdir).resolve()
   for mode in config.modes:
     check_mode(mode)
-  if config.repeats < 1:
-    raise ValueError(f"repeats={config.repeats}: measure at least once.")
+  timing.check(config.repeats)
   here, not_here = implementations(config)
   cases = [
       Case(prefix, mode, name)
@@ -227,9 +208,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       for mode in config.modes
       for name in here
   ]
-  results = {
-      "config": config.to_dict(), "not_here": not_here, "runs": [],
-  }
+  results = record.begin(config, not_here=not_here, runs=[])
   last = {}
   with tqdm.tqdm(cases, desc="cases") as bar:
     for case in bar:
@@ -243,42 +222,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
           "attention": case.attention, **found,
       }
       results["runs"].append(last[of])
-      results["environment"] = record.environment()
-      record.write_json(workdir / "results.json", results)
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
-
-
-def table(results: dict) -> str:
-  """The runs as text."""
-  lines = [
-      f"{results['environment']['device_kind']}, "
-      f"{results['config']['model']['compute_dtype']}",
-      f"{'P':>9}  {'mode':5} {'attention':9} {'s':>8} {'TFLOP/s':>8} "
-      f"{'temp MiB':>9} {'error':>8}",
-  ]
-  for name, reason in results["not_here"].items():
-    lines.append(f"{name}: {reason}")
-  for one in results["runs"]:
-    case = (
-        f"{one['prefix_tokens']:>9}  {one['mode']:5} {one['attention']:9} "
-    )
-    reasons = [
-        f"{key.replace('_', ' ')}: {one[key]}"
-        for key in ("left_out", "out_of_memory", "failed") if key in one
-    ]
-    if reasons:
-      lines.append(case + reasons[0])
-      continue
-    error = one.get("relative_error")
-    temporaries = one["temp_bytes"] or 0
-    lines.append(
-        f"{case}{one['seconds_median']:8.3f} "
-        f"{one['flops_per_second'] / 1e12:8.2f} {temporaries / 2**20:9.0f} "
-        + ("       –" if error is None else f"{error:8.1e}")
-    )
-  return "\n".join(lines)
+      record.save(workdir, results)
+  return record.finish(workdir, results, table=speed.attention)
 
 
 if __name__ == "__main__":

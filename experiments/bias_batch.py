@@ -21,7 +21,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import ml_collections
 import numpy as np
 import optax
@@ -31,10 +30,9 @@ import branch_replay as br
 from branch_replay import chunk_sampling
 from experiments import bias_sweep
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
-
-_MEASURES = ("cosine", "relative_error", "norm_ratio")
+from experiments import prompts
+from experiments.reporting import bias
+from experiments.reporting import record
 
 
 class Sums:
@@ -87,7 +85,7 @@ class Sums:
     pair = self._running[name], self._running["exact"]
     far = bias_sweep.distance(self._total_dots(*pair))
     adam = bias_sweep.distance(self._adam_dots(*pair))
-    return {measure: far[measure] for measure in _MEASURES} | {
+    return {measure: far[measure] for measure in bias.MEASURES} | {
         "adam_cosine": adam["cosine"]
     }
 
@@ -144,7 +142,7 @@ def add_group(config, pretrained, case, texts, parts, sums: Sums) -> dict:
       result["exact_norm"] = float(optax.tree.norm(exact))
     else:
       far = bias_sweep.distance(parts.moments(gradient, exact))
-      result["estimators"][name] = {m: far[m] for m in _MEASURES}
+      result["estimators"][name] = {m: far[m] for m in bias.MEASURES}
     sums.add(name, gradient)
     del gradient
   return result
@@ -180,46 +178,28 @@ def compare(config, sums: Sums, groups: list[dict]) -> dict:
   return result
 
 
-def _check(config, pretrained):
-  if pretrained.tokenizer is None:
-    raise ValueError(f"model={config.model!r} has no tokenizer.")
-  if config.advantages not in ("words", "random"):
-    raise ValueError(
-        f"Unknown advantages={config.advantages!r}: use 'words' or 'random'."
-    )
-  for law, budget in config.estimators.items():
-    br.Sampling(chunks=budget, law=law)  # or an error, before any work
-
-
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Adds up all groups; see the module.
-
-  Args:
-    config: configs/bias_batch.py.
-    workdir: where results.json and bias_batch.png go.
-
-  Returns:
-    What results.json holds.
+  """Adds up all groups.
 
   Raises:
     ValueError: a config that cannot be run, before anything is added, or
       groups that are all dead.
   """
   workdir = pathlib.Path(workdir).resolve()
-  pretrained = compare_backward.load(config.model)
-  texts = bias_sweep.documents()
-  _check(config, pretrained)
+  pretrained, texts = bias_sweep.load(config.model), prompts.texts()
+  if config.advantages not in ("words", "random"):
+    raise ValueError(
+        f"Unknown advantages={config.advantages!r}: use 'words' or 'random'."
+    )
+  for law, budget in config.estimators.items():
+    br.Sampling(chunks=budget, law=law)  # or an error, before any work
   if (workdir / "results.json").exists():
     print(f"{workdir / 'results.json'} is of an earlier run, whose sums are "
           "not kept: starting anew, it will be overwritten.")
-  size = -(-(config.prompt_tokens - 1) // config.chunks)
-  parts = bias_sweep.Study(
-      pretrained.model, br.Schedule(chunk_size=size, activations="keep")
+  parts = bias_sweep.study_of(
+      pretrained.model, config.prompt_tokens, config.chunks
   )
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "groups": [], "sums": [],
-  }
+  results = record.begin(config, groups=[], sums=[])
   sums, alive = Sums(config, pretrained.params, names(config)), []
   studied = cases(config)
   for case in tqdm.tqdm(studied, unit="group"):
@@ -229,7 +209,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       alive.append(group)
       if len(alive) in config.counts:
         results["sums"].append(compare(config, sums, alive))
-        record.write_json(workdir / "results.json", results)
+        record.save(workdir, results)
   if not alive:
     raise ValueError(
         f"All answers to each of {len(studied)} prompts have the same reward: "
@@ -238,63 +218,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   if len(alive) not in config.counts:
     results["sums"].append(compare(config, sums, alive))
   results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
-  record.write_json(workdir / "results.json", results)
-  draw(results, workdir / "bias_batch.png")
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'} and bias_batch.png beside it.")
-  return results
-
-
-def table(results: dict) -> str:
-  """Cosines, errors and coherences by count, as text."""
-  dead = sum("dead" in group for group in results["groups"])
-  lines = [
-      f"{results['config']['advantages']} advantages, {dead} dead groups",
-      "             cosine  error  norm  Adam cosine  error coherence",
-  ]
-  for row in results["sums"]:
-    lines.append(f"  n={row['n']}, exact: {row['exact_coherence']:.2f}")
-    for name, far in row["estimators"].items():
-      values = "  ".join(
-          f"{far[measure]:5.3f}"
-          for measure in (*_MEASURES, "adam_cosine", "error_coherence")
-      )
-      lines.append(f"    {name:<11}{values}")
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: each measure of the sums against their size."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  titles = {
-      "cosine": "cosine of the sum with exact's",
-      "relative_error": "relative error of the sum",
-      "adam_cosine": "cosine of Adam's direction with exact's",
-      "error_coherence": "coherence of errors: 1 independent, n equal",
-  }
-  sums = results["sums"]
-  counts = [row["n"] for row in sums]
-  figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-  for axis, (measure, title) in zip(axes.flat, titles.items(), strict=True):
-    for name in sums[0]["estimators"]:
-      axis.plot(
-          counts, [row["estimators"][name][measure] for row in sums],
-          marker="o", label=name,
-      )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, counts)
-    axis.set_xlabel("groups added")
-    axis.set_title(title, fontsize=10)
-  axes[1, 1].plot(
-      counts, [row["exact_coherence"] for row in sums], "k:",
-      label="the exact gradients",
+  return record.finish(
+      workdir, results, draw=bias.draw_sums,
+      table=lambda results: f"{bias.groups(results)}\n{bias.sums(results)}",
   )
-  axes[1, 1].legend(fontsize=8)
-  figure.suptitle(f"{results['config']['advantages']} advantages", fontsize=10)
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ cases.jsonl as they finish; results.json summarises them.
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
 
 import jax
@@ -28,28 +27,17 @@ from branch_replay import engine
 from branch_replay import passes
 from branch_replay import prefix_replay
 from branch_replay import readout
+from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
-from experiments import bias_report
 from experiments import cli
 from experiments import compare_backward
 from experiments import prompts
-from experiments import record
+from experiments.reporting import bias
+from experiments.reporting import record
 
-# Real text that ships with Python: its language reference, and the source of
-# modules that are mostly prose or mostly code.
-_SOURCES = ("_pydecimal", "argparse", "tarfile", "statistics")
 _BINS = 64  # of the profile over positions
 _NEEDLE = "Note: the access code of the archive is {code}."
 _ASK = "What is the access code of the archive? Answer with the number only."
-
-
-def documents() -> list[str]:
-  """Five long texts."""
-  texts = [prompts.document("")]
-  for name in _SOURCES:
-    file = importlib.util.find_spec(name).origin
-    texts.append(pathlib.Path(file).read_text(encoding="utf-8"))
-  return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,13 +221,12 @@ def estimators(config, case: Case):
   """The estimators studied on a case."""
   if case.prompt_tokens < 16 * config.chunks:
     return
-  for law in ("importance", "uniform"):
-    yield br.Sampling(chunks=config.chunks / 3, law=law)
+  yield br.Sampling(chunks=config.chunks / 3)
   yield br.Sampling(chunks=float(config.top), law="top")
   shape = dataclasses.astuple(case)[2:6]
   if case.seed == 0 and shape in map(tuple, config.budget_shapes):
     for budget in config.budgets:
-      for law in ("importance", "uniform", "top"):
+      for law in bias.LAWS:
         yield br.Sampling(chunks=float(budget), law=law)
 
 
@@ -285,22 +272,28 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
     result["estimators"].append({
         "law": sampling.law, "budget": sampling.chunks,
         "chunks_run": int(report.drawn.sum()),
-        **{name: far[name] for name in (
-            "cosine", "relative_error", "norm_ratio")},
+        **{name: far[name] for name in bias.MEASURES},
     })
     del gradient
   return result
 
 
+def study_of(model: br.Decoder, prompt_tokens: int, chunks: int) -> Study:
+  """The pieces for prompts of one length, in so many chunks."""
+  size = -(-(prompt_tokens - 1) // chunks)
+  return Study(model, br.Schedule(chunk_size=size, activations="keep"))
+
+
+def load(name: str) -> pretrained_lib.Pretrained:
+  """A model with a tokenizer; ValueError for one without."""
+  pretrained = load_lib.load(name)
+  if pretrained.tokenizer is None:
+    raise ValueError(f"model={name!r} has no tokenizer.")
+  return pretrained
+
+
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the cases that are not done yet; see the module.
-
-  Args:
-    config: configs/bias_sweep.py.
-    workdir: holds cases.jsonl, results.json and figures.
-
-  Returns:
-    The summary.
+  """Runs the cases that are not done yet.
 
   Raises:
     ValueError: a model without a tokenizer, lengths that do not make the chunks
@@ -314,28 +307,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       case for case in cases(config)
       if dataclasses.astuple(case) not in known
   ]
-  pretrained, texts = compare_backward.load(config.model), documents()
-  if pretrained.tokenizer is None:
-    raise ValueError(f"model={config.model!r} has no tokenizer.")
+  pretrained, texts = load(config.model), prompts.texts()
   studies = {}
   for case in tqdm.tqdm(waiting, desc="cases"):
-    size = -(-(case.prompt_tokens - 1) // config.chunks)
-    parts = studies.setdefault(size, Study(
-        pretrained.model,
-        br.Schedule(chunk_size=size, activations="keep"),
-    ))
-    done.append(study(config, pretrained, case, texts, parts))
+    length = case.prompt_tokens
+    if length not in studies:
+      studies[length] = study_of(pretrained.model, length, config.chunks)
+    done.append(study(config, pretrained, case, texts, studies[length]))
     record.append(workdir, done[-1])
-  results = {
-      "environment": record.environment(),
-      "config": config.to_dict(),
-      "summary": bias_report.summarize(done),
-  }
-  record.write_json(workdir / "results.json", results)
-  bias_report.draw(results, workdir / "bias.png")
-  print(bias_report.table(results))
-  print(f"Wrote {workdir / 'results.json'} and figures beside it.")
-  return results
+  results = record.begin(config, summary=bias.summarize(done))
+  return record.finish(workdir, results, table=bias.table, draw=bias.draw)
 
 
 if __name__ == "__main__":

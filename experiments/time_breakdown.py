@@ -13,13 +13,9 @@ whole as well, to see that the parts add up.
 
 import functools
 import pathlib
-import random
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import ml_collections
 import numpy as np
 import optax
@@ -28,16 +24,13 @@ import tqdm
 import branch_replay as br
 from branch_replay import flops
 from branch_replay.training import step as step_lib
+from branch_replay.weights import load as load_lib
 from experiments import bench_step
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import speed
+from experiments.reporting import timing
 
-MODES = {
-    "full": ("capture", "rollout", "whole sequences", "optimizer"),
-    "exact": ("capture", "rollout", "replay", "prefix pass", "optimizer"),
-    "stop": ("capture", "rollout", "replay", "optimizer"),
-}
 # Parts that a gradient consists of; sampling needs the capture in any mode.
 _GRADIENT = {
     "full": ("whole sequences",),
@@ -99,7 +92,7 @@ class Parts:
         mode: br.value_and_grad(
             model, _loss, prefix_gradient=mode, schedule=schedule
         )
-        for mode in MODES
+        for mode in speed.STEP_PARTS
     }
 
     def gradient(mode, state=None):
@@ -131,7 +124,7 @@ class Parts:
         "optimizer": optimize,
         **{
             f"gradient, {mode}": functools.partial(gradient, mode)
-            for mode in MODES
+            for mode in speed.STEP_PARTS
         },
     }
 
@@ -141,43 +134,24 @@ def _loss(log_probs_GT, advantages_G):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Times every part; see the module.
-
-  Args:
-    config: configs/time_breakdown.py.
-    workdir: where results.json and the figure go.
-
-  Returns:
-    What results.json holds.
-
-  Raises:
-    ValueError: a config that cannot be run.
-  """
-  if config.repeats < 1:
-    raise ValueError(f"repeats must be at least 1, not {config.repeats}.")
+  """Times every part; ValueError for a config that cannot be run."""
+  timing.check(config.repeats)
   shape = config.prefix, config.branches, config.tail
-  pretrained = compare_backward.load(config.model, seed=config.seed)
+  pretrained = load_lib.load(config.model, seed=config.seed)
   model = pretrained.config
   group = bench_step.group_of(model, shape, config.seed)
   parts = Parts(pretrained.model, pretrained.params, group, config)
-  seconds = {name: [] for name in parts.run}
-  order = random.Random(config.seed)
-  for turn in tqdm.trange(config.repeats + 1, desc="turns"):
-    for name in order.sample(list(parts.run), len(parts.run)):
-      start = time.perf_counter()
-      jax.block_until_ready(parts.run[name]())
-      if turn:  # the first one compiles
-        seconds[name].append(time.perf_counter() - start)
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "seconds": seconds, **account(seconds, operations(model, shape)),
-  }
-  workdir = pathlib.Path(workdir)
-  record.write_json(workdir / "results.json", results)
-  draw(results, workdir / "time_breakdown.png")
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'} and time_breakdown.png beside it.")
-  return results
+  with tqdm.tqdm(total=(config.repeats + 1) * len(parts.run)) as bar:
+    seconds = timing.in_turns(
+        parts.run, config.repeats, seed=config.seed, warm=False,
+        report=lambda *_: bar.update(),
+    ).wall
+  results = record.begin(
+      config, seconds=seconds, **account(seconds, operations(model, shape))
+  )
+  return record.finish(
+      workdir, results, table=speed.breakdown, draw=speed.draw_breakdown
+  )
 
 
 def account(seconds: dict, of: dict) -> dict:
@@ -192,7 +166,7 @@ def account(seconds: dict, of: dict) -> dict:
     the step's seconds, its gradient's (whole, and as the sum of its parts),
     and how much less time and compute than "full" both take.
   """
-  median = {name: statistics.median(x) for name, x in seconds.items()}
+  median = timing.medians(seconds)
   both = median.pop("replay and prefix pass")
   median["prefix pass"] = max(0.0, both - median["replay"])
   median["whole sequences"] = median["gradient, full"]
@@ -206,7 +180,7 @@ def account(seconds: dict, of: dict) -> dict:
       for name, count in of.items()
   }
   modes = {}
-  for mode, names in MODES.items():
+  for mode, names in speed.STEP_PARTS.items():
     modes[mode] = {
         "step_seconds": sum(median[name] for name in names),
         "gradient_seconds": median[f"gradient, {mode}"],
@@ -221,50 +195,6 @@ def account(seconds: dict, of: dict) -> dict:
     one["less_compute"] = full["gradient_flops"] / one["gradient_flops"]
     one["step_speedup"] = full["step_seconds"] / one["step_seconds"]
   return {"parts": parts, "modes": modes}
-
-
-def table(results: dict) -> str:
-  """Parts and modes as lines of text."""
-  lines = ["part             s       GFLOP/s"]
-  for name, part in results["parts"].items():
-    rate = part["gflops_per_second"]
-    lines.append(
-        f"{name:15}  {part['seconds']:6.2f}  {rate:7.0f}" if rate
-        else f"{name:15}  {part['seconds']:6.2f}        –"
-    )
-  lines.append("mode   gradient: s  less time  less compute  step: s  speed-up")
-  for name, one in results["modes"].items():
-    lines.append(
-        f"{name:5}  {one['gradient_seconds']:11.2f}  {one['less_time']:8.2f}×  "
-        f"{one['less_compute']:11.2f}×  {one['step_seconds']:7.2f}  "
-        f"{one['step_speedup']:7.2f}×"
-    )
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: a bar a mode, a colour a part."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
-  names = list(results["parts"])
-  for place, (mode, mine) in enumerate(reversed(MODES.items())):
-    at = 0.0
-    for name in mine:
-      width = results["parts"][name]["seconds"]
-      axis.barh(place, width, left=at, color=f"C{names.index(name)}")
-      at += width
-    axis.text(at, place, f" {results['modes'][mode]['step_speedup']:.1f}×",
-              va="center")
-  axis.set_yticks(range(len(MODES)), list(reversed(MODES)))
-  axis.legend(
-      [plt.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(len(names))],
-      names, loc="lower right", fontsize=8,
-  )
-  axis.set_xlabel("seconds of a training step on one group")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
 
 
 if __name__ == "__main__":

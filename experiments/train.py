@@ -38,11 +38,11 @@ from branch_replay.training import optimizers
 from branch_replay.training import phases as phases_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
+from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from configs import train as train_config
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
 
 _POLICY_LOSSES = {
     name: getattr(objectives, name)
@@ -196,7 +196,7 @@ def weights_of(config) -> pretrained_lib.Pretrained:
   adapters have the file's.
   """
   as_stored = config.adapter.rank or config.param_dtype == "file"
-  return compare_backward.load(
+  return load_lib.load(
       config.pretrained, compute_dtype=config.compute_dtype,
       param_dtype=None if as_stored else config.param_dtype,
   )

@@ -10,6 +10,7 @@ import branch_replay as br
 from branch_replay import flops
 from configs import compare_trees as trees_config
 from experiments import compare_trees
+from experiments.reporting import comparisons
 from tests import tiny
 
 
@@ -31,7 +32,7 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
       exact["speedup"] / exact["token_ratio"]
   )
   assert full["flops"] > 2 * exact["flops"]
-  table = compare_trees.table(results)
+  table = comparisons.trees(results)
   assert "| full | agent | exact |" in table
 
 

@@ -47,7 +47,7 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
   results = compare_backward.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "report.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert set(results) >= {"environment", "model", "runs"}
   full, exact, stop, sampled = results["runs"]
   for run in results["runs"]:

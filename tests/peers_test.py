@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from configs import peers as peers_config
-from experiments import peers
-from experiments import peers_report
-from experiments.peer_workers import client
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
-from experiments.peer_workers import session
+from experiments.peers import client
+from experiments.peers import measure as peers
+from experiments.peers import problem as problem_lib
+from experiments.peers import report
+from experiments.peers import serve
+from experiments.peers import session
 
 ROW_FIELDS = {
     "peer", "mode", "seconds", "seconds_median", "first_seconds", "cpu_seconds",
@@ -93,9 +93,9 @@ def test_names():
 def test_a_comparison_writes_what_it_promises(tmp_path, fake):
   assert fake.seconds["ours_stop"] == 1.0
   results = peers.run(small(), tmp_path)
-  written = json.loads((tmp_path / "peers.json").read_text())
+  written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "peers.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   (entry,) = results["prefixes"]
   assert entry["finished"] and entry["prompt_tokens"] == 32
   assert entry["reference"] == "ours_exact_keep"
@@ -116,9 +116,10 @@ def test_another_gradient_is_an_error_after_all_is_written(tmp_path, fake):
   fake.gradients = {"prefix_grouper": wrong}
   with pytest.raises(ValueError, match="prefix_grouper at 32"):
     peers.run(small(), tmp_path)
-  (entry,) = json.loads((tmp_path / "peers.json").read_text())["prefixes"]
+  (entry,) = json.loads((tmp_path / "results.json").read_text())["prefixes"]
   assert [row["agrees"] for row in entry["peers"]] == [False, True, True]
-  assert "NO" in peers_report.table({"prefixes": [entry]})
+  (remark,) = report.remarks({"prefixes": [entry]})
+  assert remark.startswith("32 prefix_grouper: another gradient, by")
   fake.gradients = {"ours_stop": wrong}  # biased by definition
   peers.run(small(), tmp_path / "stop")
 
@@ -155,9 +156,9 @@ def test_an_interrupt_leaves_the_lengths_before(tmp_path, fake):
   fake.fails = {"ours_stop": KeyboardInterrupt()}
   with pytest.raises(KeyboardInterrupt):
     peers.run(config, tmp_path)
-  written = json.loads((tmp_path / "peers.json").read_text())
+  written = json.loads((tmp_path / "results.json").read_text())
   assert [e["finished"] for e in written["prefixes"]] == [True, False]
-  assert "not finished" in peers_report.table(written)
+  assert report.remarks(written)[-1].endswith("not finished")
 
 
 def entries(row):
@@ -195,9 +196,8 @@ def test_a_system_that_takes_too_long_is_given_up(tmp_path, fake):
   assert grouper["not_run"] == "one gradient took 5 s; the limit is 4 s"
   assert grouper["seconds"] == [] and "time_ratio" not in grouper
   assert all(row["agrees"] for row in ours)
-  assert "32 prefix_grouper: not run: one gradient took 5 s" in (
-      peers_report.table({"prefixes": [entry]})
-  )
+  (remark,) = report.remarks({"prefixes": [entry]})
+  assert remark.startswith("32 prefix_grouper: not run: one gradient took 5 s")
 
 
 def test_without_an_environment_for_the_others(tmp_path):
@@ -205,7 +205,7 @@ def test_without_an_environment_for_the_others(tmp_path):
   config.peers_python = "no/such/python"
   with pytest.raises(ValueError, match="no/such/python does not exist"):
     peers.run(config, tmp_path)
-  assert not (tmp_path / "peers.json").exists()
+  assert not (tmp_path / "results.json").exists()
 
 
 def test_problems_survive_a_file_and_share_weights(tmp_path):

@@ -55,7 +55,7 @@ def test_a_breakdown_writes_what_it_promises(tmp_path):
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
   assert all(len(x) == 2 for x in results["seconds"].values())
-  assert (tmp_path / "time_breakdown.png").exists()
+  assert (tmp_path / "figure.png").exists()
   config.repeats = 0
   with pytest.raises(ValueError, match="repeats"):
     time_breakdown.run(config, tmp_path)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts one peer: pins its threads, then imports it and serves.
 
-  python -m experiments.peer_workers --peer=torch_full --problem=FILE
+  python -m experiments.peers.worker --peer=torch_full --problem=FILE
 
 Threads and memory are limited before a framework is imported, because thread
 pools are sized at import.
@@ -15,8 +15,8 @@ import pathlib
 import resource
 import sys
 
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
+from experiments.peers import problem as problem_lib
+from experiments.peers import serve
 
 _MODULES = {
     "torch_full": "torch_full",
@@ -44,7 +44,7 @@ def main() -> None:
   answers = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)
   module = importlib.import_module(
-      f"experiments.peer_workers.{_MODULES.get(options.peer, 'ours')}"
+      f"experiments.peers.{_MODULES.get(options.peer, 'ours')}"
   )
   peer = module.load(
       problem_lib.load(options.problem), name=options.peer,

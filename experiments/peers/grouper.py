@@ -14,9 +14,9 @@ import importlib.metadata
 from prefix_grouper import PrefixGrouper
 import torch
 
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
-from experiments.peer_workers import torch_llama
+from experiments.peers import problem as problem_lib
+from experiments.peers import serve
+from experiments.peers import torch_llama
 
 
 def load(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every experiment writes down beside its numbers."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import importlib.metadata
 import json
@@ -17,16 +18,18 @@ import ml_collections
 
 from branch_replay.training import json_lines
 
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def _command() -> str:
   """How this process was started, as one would type it."""
   script = pathlib.Path(sys.argv[0])
-  if script.parent.name == "experiments":
-    return shlex.join(
-        ["python", "-m", f"experiments.{script.stem}", *sys.argv[1:]]
-    )
+  room = RESULTS.parent
+  if script.is_absolute() and script.is_relative_to(room):
+    parts = script.relative_to(room.parent).with_suffix("").parts
+    module = ".".join(part for part in parts if part != "__main__")
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
   return shlex.join([script.name, *sys.argv[1:]])
 
 
@@ -43,6 +46,37 @@ def environment() -> dict:
       "machine": platform.machine(),
       "command": _command(),
   }
+
+
+def begin(config: ml_collections.ConfigDict, **fields) -> dict:
+  """The results of a run that has none yet: environment, config, `fields`."""
+  return {
+      "environment": environment(), "config": config.to_dict(), **fields
+  }
+
+
+def save(workdir: pathlib.Path, results: dict) -> None:
+  """Writes results.json, so that an interrupt loses nothing."""
+  write_json(workdir / "results.json", results)
+
+
+def finish(
+    workdir: pathlib.Path, results: dict, *, table: Callable[[dict], str],
+    draw: Callable[[dict, pathlib.Path], None] | None = None,
+) -> dict:
+  """Writes results.json and figure.png, prints the table, returns results."""
+  save(workdir, results)
+  if draw is not None:
+    draw(results, workdir / "figure.png")
+  print(table(results))
+  beside = " and figure.png beside it" if draw is not None else ""
+  print(f"Wrote {workdir / 'results.json'}{beside}.")
+  return results
+
+
+def committed(name: str) -> dict:
+  """A result file of experiments/results, by its name without .json."""
+  return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def peak_rss_bytes() -> int:
@@ -94,12 +128,17 @@ def differences(
     As in "reinforce.steps: 40 there, 60 here"; empty if nothing differs.
   """
   there, here = flat(saved), flat(mine)
-  lacking = object()
+
+  def shown(fields, name):
+    return repr(fields[name]) if name in fields else "missing"
+
+  pairs = {
+      name: (shown(there, name), shown(here, name))
+      for name in dict.fromkeys([*there, *here]) if name not in free
+  }
   return [
-      f"{name}: {_shown(there, name)} there, {_shown(here, name)} here"
-      for name in dict.fromkeys([*there, *here])
-      if name not in free
-      and there.get(name, lacking) != here.get(name, lacking)
+      f"{name}: {old} there, {new} here"
+      for name, (old, new) in pairs.items() if old != new
   ]
 
 
@@ -112,10 +151,6 @@ def flat(config: dict, path: str = "") -> dict:
     else:
       found[f"{path}{name}"] = value
   return found
-
-
-def _shown(fields: dict, name: str) -> str:
-  return repr(fields[name]) if name in fields else "missing"
 
 
 def append(workdir: pathlib.Path, case: dict) -> None:

@@ -10,8 +10,8 @@ systems are compared parameter by parameter.
 
   python -m experiments.peers --prefixes=1024 --peers=ours,prefix_grouper
 
-Writes peers.json and peers.png to the workdir. peers.json is rewritten as
-results come; prompt lengths that it holds in full are not run again.
+results.json in the workdir is rewritten as results come; prompt lengths that it
+holds in full are not run again.
 """
 
 import json
@@ -27,12 +27,13 @@ import tqdm
 import branch_replay as br
 from branch_replay import flops
 from experiments import cli
-from experiments import peers_report
-from experiments import record
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import session as session_lib
+from experiments.peers import problem as problem_lib
+from experiments.peers import report
+from experiments.peers import session as session_lib
+from experiments.reporting import record
+from experiments.reporting import timing
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def chosen(names) -> tuple[str, ...]:
@@ -55,25 +56,14 @@ def chosen(names) -> tuple[str, ...]:
 
 def work(config, name: str, prompt: int) -> int:
   """Analytic FLOPs of one gradient by a system."""
-  model = br.ModelConfig(**config.model)
   return flops.gradient(
-      model, prefix=prompt, branches=config.branches, tail=config.tail_tokens,
-      mode=session_lib.MODES[name], policy="keep",
+      br.ModelConfig(**config.model), prefix=prompt, branches=config.branches,
+      tail=config.tail_tokens, mode=session_lib.MODES[name], policy="keep",
   )
 
 
 def foreseen(config, name: str, prompt: int, entries: list[dict]) -> str | None:
-  """Why a system is not tried on a prompt, or None.
-
-  Args:
-    config: see configs/peers.py.
-    name: the system.
-    prompt: prompt tokens.
-    entries: of prompts that have been run.
-
-  Returns:
-    A reason for the record.
-  """
+  """Why a system is not tried on a prompt, from shorter ones; or None."""
   if name == "ours_full" and prompt > config.ours_full_up_to:
     return f"run up to {config.ours_full_up_to} prompt tokens"
   before = [
@@ -150,11 +140,7 @@ def measure(config, entry: dict, entries: list[dict], save, bar) -> None:
 
 
 def _resume(config, file: pathlib.Path) -> dict:
-  """Results that are there, or empty ones.
-
-  Raises:
-    ValueError: the file holds results of another config.
-  """
+  """Results that are there, or empty ones; ValueError for another config."""
   mine = json.loads(json.dumps(config.to_dict()))
   for field in ("peers", "prefixes", "peers_python"):
     del mine[field]
@@ -170,31 +156,11 @@ def _resume(config, file: pathlib.Path) -> dict:
   return results
 
 
-def _complete(config, entry: dict) -> bool:
-  there = {row["peer"] for row in entry["peers"]}
-  return bool(entry.get("finished")) and there >= set(config.peers)
-
-
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the prompt lengths that are not finished; see the module.
-
-  Args:
-    config: configs/peers.py.
-    workdir: takes peers.json and peers.png.
-
-  Returns:
-    What peers.json holds.
-
-  Raises:
-    ValueError: a config that cannot be run, before anything is; results of
-      another config; or, when everything is written, systems that should agree
-      and do not.
-  """
-  file = pathlib.Path(workdir).resolve() / "peers.json"
+def _checked(config) -> ml_collections.ConfigDict:
+  """The config with names spelled out, or a ValueError."""
   config = ml_collections.ConfigDict(config.to_dict())
   config.peers = chosen(config.peers)
-  if config.repeats < 1:
-    raise ValueError(f"repeats={config.repeats}: measure at least once.")
+  timing.check(config.repeats)
   br.ModelConfig(**config.model)
   foreign = [name for name in config.peers if not name.startswith("ours_")]
   if foreign and not (_ROOT / config.peers_python).exists():
@@ -202,26 +168,37 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
         f"peers_python={config.peers_python} does not exist: build it with "
         "`make .venv-peers/.ready`, or choose --peers=ours."
     )
-  results = _resume(config, file)
+  return config
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
+  """Runs the prompt lengths that are not finished.
+
+  Raises:
+    ValueError: a config that cannot be run, before anything is; results of
+      another config; or, when everything is written, systems that should agree
+      and do not.
+  """
+  workdir = pathlib.Path(workdir).resolve()
+  config = _checked(config)
+  results = _resume(config, workdir / "results.json")
   entries = results["prefixes"]
+  complete = {
+      entry["prompt_tokens"] for entry in entries
+      if entry.get("finished")
+      and {row["peer"] for row in entry["peers"]} >= set(config.peers)
+  }
+  waiting = sorted(set(config.prefixes) - complete)
 
   def save():
     for entry in entries:
-      peers_report.relate(entry)
-    record.write_json(file, results)
+      report.relate(entry)
+    record.save(workdir, results)
 
-  waiting = [
-      prompt for prompt in sorted(set(config.prefixes))
-      if not any(
-          entry["prompt_tokens"] == prompt and _complete(config, entry)
-          for entry in entries
-      )
-  ]
   steps = len(waiting) * (len(config.peers) + config.repeats)
   with tqdm.tqdm(total=steps, unit="step") as bar:
     for prompt in waiting:
-      entries[:] = [e for e in entries if e["prompt_tokens"] != prompt]
-      entries.append({
+      entry = {
           "prompt_tokens": prompt,
           "branches": config.branches,
           "tail_tokens": config.tail_tokens,
@@ -229,13 +206,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
           "load_average_before": os.getloadavg()[0],
           "finished": False,
           "peers": [],
-      })
+      }
+      entries[:] = [e for e in entries if e["prompt_tokens"] != prompt]
+      entries.append(entry)
       entries.sort(key=lambda entry: entry["prompt_tokens"])
-      entry = next(e for e in entries if e["prompt_tokens"] == prompt)
       measure(config, entry, entries, save, bar)
-  peers_report.draw(results, file.with_suffix(".png"))
-  print(peers_report.table(results))
-  print(f"Wrote {file} and peers.png beside it.")
+  record.finish(workdir, results, table=report.table, draw=report.draw)
+  print("\n".join(report.remarks(results)))
   differ = [
       f"{row['peer']} at {entry['prompt_tokens']}"
       for entry in entries for row in entry["peers"]
@@ -249,7 +226,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   return results
 
 
-def _command_line():
+def main():
   """--peers and --prefixes beside the flags of `cli`."""
   peers = flags.DEFINE_list("peers", None, "Systems to run; ours: all of ours.")
   prefixes = flags.DEFINE_list("prefixes", None, "Prompt lengths, in tokens.")
@@ -264,7 +241,3 @@ def _command_line():
     return run(config, workdir)
 
   cli.main(narrowed, "configs/peers.py")
-
-
-if __name__ == "__main__":
-  _command_line()

@@ -17,8 +17,8 @@ import numpy as np
 from tunix.models.llama3 import model as llama3
 from tunix.rl import common
 
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
+from experiments.peers import problem as problem_lib
+from experiments.peers import serve
 
 _REMAT = (
     llama3.RematConfig.NONE, llama3.RematConfig.BLOCK,

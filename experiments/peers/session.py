@@ -10,7 +10,7 @@ import ml_collections
 import numpy as np
 
 from branch_replay import compare
-from experiments.peer_workers import client
+from experiments.peers import client
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Of each system, the mode whose work it does.
@@ -64,7 +64,7 @@ class Session:
 
   Attributes:
     config: see configs/peers.py.
-    entry: of peers.json; its rows are filled in.
+    entry: of results.json; its rows are filled in.
     folder: for logs and gradients.
     workers: those that run, by name.
   """
@@ -86,7 +86,7 @@ class Session:
       python = sys.executable
     worker = self.workers[name] = client.Worker(
         [
-            python, "-m", "experiments.peer_workers", f"--peer={name}",
+            python, "-m", "experiments.peers.worker", f"--peer={name}",
             f"--problem={file}", f"--threads={config.threads}",
             f"--memory_gib={config.memory_gib}",
         ],

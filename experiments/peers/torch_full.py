@@ -5,9 +5,9 @@
 import numpy as np
 import torch
 
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
-from experiments.peer_workers import torch_llama
+from experiments.peers import problem as problem_lib
+from experiments.peers import serve
+from experiments.peers import torch_llama
 
 
 def load(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from experiments.peer_workers import problem as problem_lib
+from experiments.peers import problem as problem_lib
 
 
 class Llama:

@@ -10,8 +10,8 @@ import numpy as np
 
 import branch_replay as br
 from branch_replay import compare
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
+from experiments.peers import problem as problem_lib
+from experiments.peers import serve
 
 # Of each name: mode, activation policy.
 _VARIANTS = {
