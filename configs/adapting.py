@@ -25,10 +25,8 @@ _DRAFTS = (
 _FIELDS = {
     "base": "",  # variant of configs/train.py
     "shared": (
-        ("reinforce.steps", 150),
-        ("reinforce.most_prompts", 0),
-        ("evaluation.every", 50),
-        *_DRAFTS,
+        ("reinforce.steps", 150), ("reinforce.most_prompts", 0),
+        ("evaluation.every", 50), *_DRAFTS,
     ),
     "seed": 0,
     "every": 10,  # steps between two comparisons
@@ -40,13 +38,10 @@ _VARIANTS = {
     "smollm2": {
         "base": "smollm2",
         "shared": (
-            ("reinforce.steps", 36),
-            ("reinforce.prompts", 4),
+            ("reinforce.steps", 36), ("reinforce.prompts", 4),
             ("reinforce.speculation.studies.updates", 16),
-            ("evaluation.prompts", 8),
-            ("evaluation.every", 36),
-            ("checkpoint_every", 12),
-            *_DRAFTS,
+            ("evaluation.prompts", 8), ("evaluation.every", 36),
+            ("checkpoint_every", 12), *_DRAFTS,
         ),
         "every": 4, "freeze_after": 4, "probes": 4,
     },

@@ -25,14 +25,9 @@ _FIELDS = {
     "temperature": 1.0,
     # (compact, drafter, draft length); others are compared to the first.
     "variants": (
-        (False, "none", 0),
-        (True, "none", 0),
-        (True, "ngram", 2),
-        (True, "ngram", "tuned"),
-        (True, "learned", 1),
-        (True, "learned", 2),
-        (True, "learned", 4),
-        (True, "learned", "tuned"),
+        (False, "none", 0), (True, "none", 0), (True, "ngram", 2),
+        (True, "ngram", "tuned"), (True, "learned", 1), (True, "learned", 2),
+        (True, "learned", 4), (True, "learned", "tuned"),
         (True, "untrained", "tuned"),
     ),
     "draft_lengths": (0, 1, 2, 4),  # that a tuner chooses from

@@ -26,9 +26,7 @@ _FIELDS = {
     ),
     # Modes, each with an activation policy.
     "variants": (
-        ("full", "keep"),
-        ("exact", "keep"),
-        ("exact", "recompute"),
+        ("full", "keep"), ("exact", "keep"), ("exact", "recompute"),
         ("stop", "keep"),
     ),
     "full_up_to": 1024,  # prefix length; beyond it full is left out
@@ -46,9 +44,7 @@ _VARIANTS = {
         "model": variants.TINY_MODEL,
         "grid": (((32, 64), (2,), (8,)),),
         "variants": (
-            ("full", "keep"),
-            ("exact", "recompute"),
-            ("stop", "keep"),
+            ("full", "keep"), ("exact", "recompute"), ("stop", "keep"),
             ("sampled", "keep"),
         ),
         "full_up_to": 32,

@@ -38,13 +38,8 @@ _FIELDS = {
 }
 _VARIANTS = {
     "tiny": {
-        "documents": 2,
-        "seeds": 1,
-        "prompt_tokens": 256,
-        "tail_tokens": 8,
-        "branches": 2,
-        "advantages": "random",
-        "counts": (1,),
+        "documents": 2, "seeds": 1, "prompt_tokens": 256, "tail_tokens": 8,
+        "branches": 2, "advantages": "random", "counts": (1,),
     },
 }
 

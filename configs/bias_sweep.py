@@ -21,14 +21,10 @@ _FIELDS = {
     "documents": 5,
     # (prompt tokens, tail tokens, branches, advantages, seeds).
     "shapes": (
-        (128, 32, 4, "random", 5),
-        (512, 32, 4, "random", 5),
-        (1024, 32, 4, "random", 1),
-        (2048, 32, 4, "random", 2),
-        (512, 32, 4, "words", 1),
-        (512, 16, 4, "random", 1),
-        (512, 128, 4, "random", 1),
-        (512, 32, 2, "random", 1),
+        (128, 32, 4, "random", 5), (512, 32, 4, "random", 5),
+        (1024, 32, 4, "random", 1), (2048, 32, 4, "random", 2),
+        (512, 32, 4, "words", 1), (512, 16, 4, "random", 1),
+        (512, 128, 4, "random", 1), (512, 32, 2, "random", 1),
         (512, 32, 16, "random", 1),
     ),
     # Shapes with the needle of a retrieval prompt at these places.
@@ -43,9 +39,7 @@ _FIELDS = {
 }
 _VARIANTS = {
     "tiny": {
-        "documents": 1,
-        "shapes": ((256, 8, 2, "random", 1),),
-        "retrieval": (),
+        "documents": 1, "shapes": ((256, 8, 2, "random", 1),), "retrieval": (),
         "budgets": (),
     },
 }

@@ -70,8 +70,7 @@ _STUDIES = {
         "seeds": (0, 1, 2, 3, 4),
         "shared": _shared(120, 20, ("schedule.chunk_size", 64)),
         "variants": (
-            ("exact", _gradient("exact")),
-            ("full", _gradient("full")),
+            ("exact", _gradient("exact")), ("full", _gradient("full")),
             ("sampled", (*_gradient("sampled"), ("sampled.chunks", 3.0))),
             ("stop", _gradient("stop")),
         ),
@@ -96,19 +95,15 @@ _STUDIES = {
         ),
     },
     "drafts": {
-        "base": "",
-        "seeds": _SEEDS,
-        "shared": _shared(100, 20),
+        "base": "", "seeds": _SEEDS, "shared": _shared(100, 20),
         "variants": _drafters(freeze_after=10),
     },
     "drafts_smollm2": {
         "base": "smollm2",
         "seeds": (0,),
         "shared": (
-            ("reinforce.steps", 10),
-            ("reinforce.prompts", 4),
-            ("evaluation.every", 10),
-            ("evaluation.prompts", 8),
+            ("reinforce.steps", 10), ("reinforce.prompts", 4),
+            ("evaluation.every", 10), ("evaluation.prompts", 8),
         ),
         "variants": _drafters(freeze_after=3),
     },

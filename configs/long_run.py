@@ -53,8 +53,7 @@ _HYBRID = {
     "prefix": 2097152,
 }
 _VARIANTS = {
-    "stop": {"prefix": 524288, "mode": "stop"},
-    "hybrid": _HYBRID,
+    "stop": {"prefix": 524288, "mode": "stop"}, "hybrid": _HYBRID,
     "hybrid_stop": _HYBRID | {"mode": "stop"},
     "tiny": {"prefix": 1000, "tail_tokens": 8, "chunk_size": 256},
 }

@@ -48,12 +48,9 @@ _FIELDS = {
 }
 _VARIANTS = {
     "tiny": {
-        "model": variants.TINY_MODEL,
-        "prefixes": (32,),
-        "branches": 2,
+        "model": variants.TINY_MODEL, "prefixes": (32,), "branches": 2,
         "tail_tokens": 8,
-        "peers": ("ours_full", "ours_exact_keep", "ours_stop"),
-        "repeats": 1,
+        "peers": ("ours_full", "ours_exact_keep", "ours_stop"), "repeats": 1,
     },
 }
 get_config = variants.getter(_FIELDS, _VARIANTS)

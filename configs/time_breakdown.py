@@ -14,13 +14,8 @@ minute, most of it compilation.
 from configs import variants
 
 _FIELDS = {
-    "model": "smollm2",
-    "prefix": 2048,
-    "branches": 8,
-    "tail": 64,
-    "chunk_size": 1024,
-    "repeats": 3,
-    "seed": 0,
+    "model": "smollm2", "prefix": 2048, "branches": 8, "tail": 64,
+    "chunk_size": 1024, "repeats": 3, "seed": 0,
 }
 _VARIANTS = {
     "tiny": {

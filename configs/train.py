@@ -62,14 +62,9 @@ _FIELDS = {
         "alpha": config_dict.placeholder(float),  # 2 · rank if not set
     },
     "task": {
-        "name": "retrieval",
-        "prompt_tokens": 512,
-        "haystack": "letters",
-        "naming": "letters",
-        "fact": "{name}{code}",
-        "code_length": 4,
-        "distractors": 0,
-        "train": 8192,
+        "name": "retrieval", "prompt_tokens": 512, "haystack": "letters",
+        "naming": "letters", "fact": "{name}{code}", "code_length": 4,
+        "distractors": 0, "train": 8192,
     },
     "data_dir": "",
     "seed": 0,
@@ -109,8 +104,7 @@ _FIELDS = {
             },
         },
         "algorithm": {
-            "name": "grpo",
-            "advantage": "group_relative",
+            "name": "grpo", "advantage": "group_relative",
             "settings": {"kl_coefficient": 0.0},
         },
         "optimizer": {
@@ -119,12 +113,8 @@ _FIELDS = {
         },
     },
     "evaluation": {
-        "split": "validation",
-        "prompts": 128,
-        "branches": 4,
-        "max_tokens": 5,
-        "temperature": 1.0,
-        "every": 50,
+        "split": "validation", "prompts": 128, "branches": 4, "max_tokens": 5,
+        "temperature": 1.0, "every": 50,
     },
     "prefix_gradient": "exact",
     "sampled": {"chunks": 4.0, "law": "importance"},
@@ -165,8 +155,7 @@ _VARIANTS = {
             "prompts": 2,
             "optimizer": {"warmup": 1},
             "speculation": {
-                "drafter": "learned",
-                "draft_lengths": (0, 1),
+                "drafter": "learned", "draft_lengths": (0, 1),
                 "studies": {"updates": 1, "width": 8},
             },
         },

@@ -40,9 +40,9 @@ def probe(config, problem: train.Problem, params, drafters: dict) -> dict:
   """What drafters are worth to a policy, on held-out prompts.
 
   Returns:
-    By the drafter's name accept_length, tokens of a row per forward pass, of all rows and
-    of the longest row of each group; accepted, share of the drafts; and
-    rows_that_differ from those of the first drafter, by rounding.
+    By the drafter's name accept_length, tokens of a row per forward pass, of
+    all rows and of the longest row of each group; accepted, share of the
+    drafts; and rows_that_differ from those of the first drafter, by rounding.
   """
   phase = problem.run.phases[-1]
   totals, first = {}, []

@@ -137,11 +137,8 @@ def measure(config, case: Case) -> dict:
   work, median = _work(config, case), statistics.median(seconds)
   stats = jax.local_devices()[0].memory_stats() or {}
   run = {
-      "seconds": seconds,
-      "seconds_median": median,
-      "warm": warm,
-      "compile_seconds": compile_seconds,
-      "flops": work,
+      "seconds": seconds, "seconds_median": median, "warm": warm,
+      "compile_seconds": compile_seconds, "flops": work,
       "flops_per_second": work / median,
       "argument_bytes": memory and memory.argument_size_in_bytes,
       "temp_bytes": memory and memory.temp_size_in_bytes,

@@ -51,8 +51,7 @@ _DRAFTERS = ("none", "ngram", "untrained", "learned")
 
 
 def prompt_of(
-    config: ml_collections.ConfigDict,
-    pretrained: pretrained_lib.Pretrained,
+    config: ml_collections.ConfigDict, pretrained: pretrained_lib.Pretrained,
     number: int = 0,
 ) -> list[int]:
   """A part of a document and a question on it; no two numbers share text."""
@@ -76,13 +75,6 @@ def gaps(key, plain: br.Rollout, other: br.Rollout, prompt: int, vocab: int):
 
   Both tokens were drawn at one place with the same noise, after the same
   tokens: their scores, log-prob plus noise, are all that told them apart.
-
-  Args:
-    key: of the rollouts.
-    plain: one of them.
-    other: the other, of the same rows.
-    prompt: tokens of the prompt.
-    vocab: V.
 
   Returns:
     |difference of the two scores| of every row that differs.
@@ -124,12 +116,7 @@ def noise_seconds(config, vocab: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What is sampled.
-
-  Attributes:
-    config: of the benchmark.
-    pretrained: the model.
-  """
+  """What is sampled."""
 
   config: ml_collections.ConfigDict
   pretrained: pretrained_lib.Pretrained
@@ -151,9 +138,6 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   It is trained on answers to prompts of its own, none of which is timed, and on
   the rest of the document: there the model's own law after every token is known
   too, at the price of a forward pass.
-
-  Args:
-    problem: model and sizes.
 
   Returns:
     The drafters by name; prompts, updates, seconds of reading, of sampling and
@@ -188,9 +172,7 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   ids_U = vocabulary.most_frequent(
       np.concatenate(seen), of.vocabulary, model.config.vocab_size
   )
-  untrained = Learned.create(
-      model, params, ids_U, jax.random.key(config.seed)
-  )
+  untrained = Learned.create(model, params, ids_U, jax.random.key(config.seed))
   trainer = trainer_lib.Trainer(
       model,
       optax.chain(
@@ -226,16 +208,10 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
 
 
 class Variant:
-  """One way to sample, with its tuner if it has one.
-
-  Args:
-    problem: model and sizes.
-    settings: (compact, drafter, draft length or "tuned").
-    drafters: by name.
-    layers: of `unstacked.layers`; None scans them.
-  """
+  """One way to sample, with its tuner if it has one."""
 
   def __init__(self, problem: Problem, settings, drafters: dict, layers):
+    """Of (compact, drafter, draft length); layers=None scans the layers."""
     self.settings = self.compact, self.name, self.length = settings
     self._problem, self._drafter = problem, drafters[self.name]
     self._layers = layers

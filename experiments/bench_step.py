@@ -104,12 +104,9 @@ def compiled(config, decoder, params, shape: Shape, mode: str, policy: str):
   executable = jax.jit(function).lower(*args, key=key).compile()
   memory = executable.memory_analysis()
   return functools.partial(executable, *args, key=key), {
-      "mode": mode,
-      "activations": policy,
-      "chunks": chunks,
+      "mode": mode, "activations": policy, "chunks": chunks,
       "compile_seconds": time.perf_counter() - start,
-      "temp_bytes": memory and memory.temp_size_in_bytes,
-      "seconds": [],
+      "temp_bytes": memory and memory.temp_size_in_bytes, "seconds": [],
   }
 
 

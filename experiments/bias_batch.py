@@ -28,6 +28,7 @@ import tqdm
 
 import branch_replay as br
 from branch_replay import chunk_sampling
+from branch_replay import compare
 from experiments import bias_sweep
 from experiments import cli
 from experiments import prompts
@@ -52,24 +53,16 @@ class Sums:
         name: (jax.tree.map(jnp.zeros_like, params), adam.init(params))
         for name in names
     }
-    self._total_dots = jax.jit(
-        lambda one, other: bias_sweep.moments(one[0], other[0])
-    )
-    self._adam_dots = jax.jit(
-        lambda one, other: bias_sweep.moments(
-            self.direction(one), self.direction(other)
-        )
-    )
 
   def add(self, name: str, gradient):
     self._running[name] = self._add(self._running[name], gradient)
 
-  def direction(self, running):
+  def direction(self, name: str):
     """Adam's last update: m̂ / (√v̂ + ε), with both moments corrected.
 
     Source: Kingma and Ba 2014, https://arxiv.org/abs/1412.6980.
     """
-    _, (count, first, second) = running
+    _, (count, first, second) = self._running[name]
     first = optax.tree.bias_correction(first, self._config.b1, count)
     second = optax.tree.bias_correction(second, self._config.b2, count)
     return jax.tree.map(
@@ -82,12 +75,14 @@ class Sums:
 
   def distance(self, name: str) -> dict:
     """How far the sum and Adam's direction are from those of exact."""
-    pair = self._running[name], self._running["exact"]
-    far = bias_sweep.distance(self._total_dots(*pair))
-    adam = bias_sweep.distance(self._adam_dots(*pair))
-    return {measure: far[measure] for measure in bias.MEASURES} | {
-        "adam_cosine": adam["cosine"]
-    }
+    total, exact = (self._running[x][0] for x in (name, "exact"))
+    adam = compare.compare(self.direction(name), self.direction("exact"))
+    return _measures(total, exact) | {"adam_cosine": adam.cosine}
+
+
+def _measures(gradient, exact) -> dict:
+  far = compare.compare(gradient, exact)
+  return {name: getattr(far, name) for name in bias.MEASURES}
 
 
 def gradients(config, params, parts, group, advantages_G, key):
@@ -141,20 +136,14 @@ def add_group(config, pretrained, case, texts, parts, sums: Sums) -> dict:
       exact = gradient
       result["exact_norm"] = float(optax.tree.norm(exact))
     else:
-      far = bias_sweep.distance(parts.moments(gradient, exact))
-      result["estimators"][name] = {m: far[m] for m in bias.MEASURES}
+      result["estimators"][name] = _measures(gradient, exact)
     sums.add(name, gradient)
     del gradient
   return result
 
 
-def compare(config, sums: Sums, groups: list[dict]) -> dict:
+def compared(config, sums: Sums, groups: list[dict]) -> dict:
   """The sums of the groups so far, against that of exact.
-
-  Args:
-    config: names the estimators.
-    sums: of those groups.
-    groups: what `add_group` returned for each, without the dead.
 
   Returns:
     Of the exact sum its norm and coherence ‖Σᵢ gᵢ‖² / Σᵢ ‖gᵢ‖², 1 for
@@ -208,7 +197,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     if "dead" not in group:
       alive.append(group)
       if len(alive) in config.counts:
-        results["sums"].append(compare(config, sums, alive))
+        results["sums"].append(compared(config, sums, alive))
         record.save(workdir, results)
   if not alive:
     raise ValueError(
@@ -216,7 +205,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
         "nothing to add. Take more tail_tokens or branches."
     )
   if len(alive) not in config.counts:
-    results["sums"].append(compare(config, sums, alive))
+    results["sums"].append(compared(config, sums, alive))
   results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
   return record.finish(
       workdir, results, draw=bias.draw_sums,

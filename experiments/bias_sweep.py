@@ -122,7 +122,6 @@ class Study:
     self._model, self._schedule = model, schedule
     self.visit = jax.jit(self._visit)
     self.finish = jax.jit(self._finish, static_argnums=0)
-    self.moments = jax.jit(moments)
 
   def task(self, group, mode, sampling=chunk_sampling.Sampling()):
     return prefix_replay.make_task(
@@ -151,41 +150,18 @@ class Study:
     )
 
 
-def moments(gradient, reference):
-  """Dot products g·r, g·g, r·r of every matrix, one a layer."""
-  def dots(path, g, r):
-    layered = path[0].key == "layers"
-    axes = tuple(range(int(layered), g.ndim))
-    return jnp.stack([
-        jnp.sum(g * r, axes), jnp.sum(g * g, axes), jnp.sum(r * r, axes)
-    ])
-
-  return jax.tree_util.tree_map_with_path(dots, gradient, reference)
-
-
-def distance(dots) -> dict:
+def distance(gradient, reference) -> dict:
   """Cosine, relative error and norm ratio, whole, by matrix and by layer."""
-  dots = {
-      name: leaf.astype(np.float64).reshape(3, -1)
-      for name, leaf in compare.named(dots).items()
-  }
-
-  def cosine(gr, gg, rr):
-    return float(gr / np.sqrt(max(gg * rr, 1e-300)))
-
-  gr, gg, rr = sum(leaf.sum(axis=1) for leaf in dots.values())
+  far = compare.compare(gradient, reference)
   return {
-      "cosine": cosine(gr, gg, rr),
-      "relative_error": float(np.sqrt(max(gg - 2 * gr + rr, 0) / rr)),
-      "norm_ratio": float(np.sqrt(gg / rr)),
+      **{name: getattr(far, name) for name in bias.MEASURES},
       "per_matrix_cosine": {
-          name: round(cosine(*leaf.sum(axis=1)), 4)
-          for name, leaf in dots.items()
+          name: round(x, 4) for name, x in far.per_matrix_cosine.items()
       },
       "per_layer_cosine": {
-          name: [round(cosine(*layer), 4) for layer in leaf.T]
-          for name, leaf in dots.items()
-          if leaf.shape[1] > 1 and name.endswith("kernel")
+          name: [round(x, 4) for x in layers]
+          for name, layers in far.per_layer_cosine.items()
+          if name.endswith("kernel")
       },
   }
 
@@ -261,18 +237,19 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   exact, whole, _ = finish(parts.task(group, "exact"), uniform_N=None)
   result["profile"] = profile(whole, length)
   del whole
-  result["stop"] = distance(parts.moments(stop, exact))
-  update = parts.moments(_adam_update(stop), _adam_update(exact))
-  result["stop_adam_cosine"] = distance(update)["cosine"]
+  result["stop"] = distance(stop, exact)
+  result["stop_adam_cosine"] = compare.compare(
+      _adam_update(stop), _adam_update(exact)
+  ).cosine
   uniform_N = chunk_sampling.uniforms(draw_key(case), config.chunks)
   for sampling in estimators(config, case):
     task = parts.task(group, "sampled", sampling)
     gradient, _, report = finish(task, uniform_N=uniform_N)
-    far = distance(parts.moments(gradient, exact))
+    far = compare.compare(gradient, exact)
     result["estimators"].append({
         "law": sampling.law, "budget": sampling.chunks,
         "chunks_run": int(report.drawn.sum()),
-        **{name: far[name] for name in bias.MEASURES},
+        **{name: getattr(far, name) for name in bias.MEASURES},
     })
     del gradient
   return result

@@ -106,8 +106,7 @@ def shares(profile: list[float]) -> dict:
   """Shares of the squared cotangent in sixteenths of the prefix."""
   sixteenths = bias.sixteenths(profile)
   return {
-      "first": float(sixteenths[0]),
-      "last": float(sixteenths[-1]),
+      "first": float(sixteenths[0]), "last": float(sixteenths[-1]),
       "two_largest": float(np.sort(sixteenths)[-2:].sum()),
   }
 

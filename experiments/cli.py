@@ -20,6 +20,8 @@ from absl import logging
 import jax
 from ml_collections import config_flags
 
+from experiments.reporting import record
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -92,12 +94,7 @@ def without_words(main):
 
 
 def refuse_words(argv: Sequence[str], config=None) -> None:
-  """Exits with an error if flags have left words, and says what was meant.
-
-  Args:
-    argv: the script, and the words.
-    config: of the experiment, if it has one.
-  """
+  """Exits with an error if flags have left words, and says what was meant."""
   for word in argv[1:]:
     meant = _meant(word, config)
     hint = f": did you mean {meant}?" if meant else ". All flags: --help."
@@ -114,11 +111,9 @@ def _default_workdir() -> pathlib.Path:
 def _meant(word: str, config) -> str:
   """The flag that a word was probably meant to be, or an empty text."""
   name, is_, value = word.partition("=")
-  fields = []
-  if config is not None:
-    if ".py" in word and not is_:
-      return f"--config={word}"
-    fields = _fields(config)
+  if config is not None and ".py" in word and not is_:
+    return f"--config={word}"
+  fields = [] if config is None else record.flat(config.to_dict())
   names = {f"config.{field}": f"config.{field}" for field in fields}
   names |= {field: f"config.{field}" for field in fields}
   names |= {
@@ -128,16 +123,6 @@ def _meant(word: str, config) -> str:
   }
   near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
   return f"--{names[near[0]]}{is_}{value}" if near else ""
-
-
-def _fields(config, path: str = "") -> list[str]:
-  """Dotted paths of all fields of a config."""
-  found = []
-  for name in config:
-    found.append(f"{path}{name}")
-    if hasattr(config[name], "to_dict"):
-      found += _fields(config[name], f"{path}{name}.")
-  return found
 
 
 def _parse(argv):

@@ -92,9 +92,7 @@ def reward(tokenizer, tail, text: str) -> float:
   """Share of an answer's words that occur in the document."""
   if tokenizer is None:
     return float(np.mean(np.asarray(tail) % 7))
-  said = tokenizer.decode(
-      np.asarray(tail).tolist(), skip_special_tokens=True
-  )
+  said = tokenizer.decode(np.asarray(tail).tolist(), skip_special_tokens=True)
   words = said.lower().split()
   known = set(text.lower().split())
   return sum(word in known for word in words) / max(len(words), 1)
@@ -130,8 +128,7 @@ def describe(
   branches, tail = problem.group.tails.shape  # padded, as they are run
   prefix = int(problem.group.prompt_length) - 1
   task = engine.Task(
-      problem.model, prefix_gradient=mode, schedule=schedule,
-      sampling=sampling,
+      problem.model, prefix_gradient=mode, schedule=schedule, sampling=sampling,
   )
   policy = task.policy(problem.group, one_pass=True)
   share = 1.0  # of the prefix's chunks, expected
@@ -167,8 +164,7 @@ def judge(run: dict, gradient, reference) -> None:
       "gradient_relative_error": result.relative_error,
       "gradient_norm_ratio": result.norm_ratio,
       "worst_parameter": {
-          "name": result.worst_parameter,
-          "relative_error": result.worst_error,
+          "name": result.worst_parameter, "relative_error": result.worst_error,
       },
       "per_matrix_cosine": result.per_matrix_cosine,
       "per_layer_cosine": result.per_layer_cosine,

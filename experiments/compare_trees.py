@@ -66,9 +66,7 @@ def architecture(name: str, config: ml_collections.ConfigDict):
   )
   window = max(2, config.path_tokens // 8)
   delta = br.GatedDelta(heads // 2, heads, head_dim, head_dim)
-  latent = br.LatentAttention(
-      2 * head_dim, head_dim, head_dim // 2, head_dim
-  )
+  latent = br.LatentAttention(2 * head_dim, head_dim, head_dim // 2, head_dim)
   patterns = {
       "full": {},
       "sliding": dict(layer_pattern=("sliding",), window=window),
@@ -99,16 +97,7 @@ _TREES = {
 
 
 def episodes(name: str, tokens: int, vocab_size: int, seed: int):
-  """Random episodes whose tree has a name's shape.
-
-  Args:
-    name: of a tree.
-    tokens: of every sequence.
-    vocab_size: ids are below it.
-    seed: of the ids.
-
-  Returns:
-    The turns of each.
+  """The turns of random episodes of so many tokens, as a tree of that name.
 
   Raises:
     ValueError: an unknown name.
@@ -175,14 +164,9 @@ def compiled(problem: Problem, mode: str, schedule: br.Schedule):
       problem.model, policy_gradient_loss, prefix_gradient=mode,
       schedule=schedule,
   )
-  return functools.partial(
-      function, problem.params, tree, problem.weights_N
-  ), {
-      "mode": mode,
-      "activations": policy,
-      "steps": len(program.steps),
-      "model_tokens": program.tokens,
-      "padded_tokens": program.padded_tokens,
+  return functools.partial(function, problem.params, tree, problem.weights_N), {
+      "mode": mode, "activations": policy, "steps": len(program.steps),
+      "model_tokens": program.tokens, "padded_tokens": program.padded_tokens,
       "state_positions": program.capacity,
       "flops": flops.runs(config, shapes, mode=mode, policy=policy),
   }
@@ -241,15 +225,11 @@ def _sizes(problem: Problem, name: str, shape: str) -> dict:
   tree = problem.tree
   dense = int((tree.positions + tree.lengths)[tree.leaves].sum())
   return {
-      "architecture": name,
-      "tree": shape,
+      "architecture": name, "tree": shape,
       "model": dataclasses.asdict(problem.model.config),
-      "leaves": len(tree.leaves),
-      "segments": len(tree.parents),
-      "sequence_tokens": dense,
-      "distinct_tokens": int(tree.lengths.sum()),
-      "shared": 1 - int(tree.lengths.sum()) / dense,
-      "runs": [],
+      "leaves": len(tree.leaves), "segments": len(tree.parents),
+      "sequence_tokens": dense, "distinct_tokens": int(tree.lengths.sum()),
+      "shared": 1 - int(tree.lengths.sum()) / dense, "runs": [],
   }
 
 

@@ -56,8 +56,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   shape = config.branches, config.tail_tokens
   group = br.Group.create(
       rng.integers(0, geometry.vocab_size, config.prefix + 1),
-      rng.integers(0, geometry.vocab_size, shape),
-      config=geometry,
+      rng.integers(0, geometry.vocab_size, shape), config=geometry,
   )
   advantages_G = jnp.asarray(rng.normal(size=config.branches), jnp.float32)
   layout = sharding.sharded(params, config.devices)
@@ -83,8 +82,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     )
     norms = [float(jnp.linalg.norm(x.ravel())) for x in jax.tree.leaves(grads)]
     results |= {
-        "finished": True,
-        "loss": float(evaluation.loss),
+        "finished": True, "loss": float(evaluation.loss),
         "gradient_norm": float(np.linalg.norm(norms)),
         "finite": bool(np.isfinite(norms).all()),
     }

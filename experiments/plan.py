@@ -45,18 +45,13 @@ _BASE = dict(
 )
 # The published shape; what more branches cost; other reaches.
 _COMPILED = (
-    dict(),
-    dict(mode="stop"),
-    dict(branches=2),
-    dict(adapter_rank=16),
-    dict(mode="stop", adapter_rank=16),
-    dict(prefix=262144),
+    dict(), dict(mode="stop"), dict(branches=2), dict(adapter_rank=16),
+    dict(mode="stop", adapter_rank=16), dict(prefix=262144),
     dict(prefix=262144, accumulator_dtype="float32"),
 )
 # The same by the platform's kernel.
 _BY_KERNEL = (
-    dict(attention="auto"),
-    dict(attention="auto", mode="stop"),
+    dict(attention="auto"), dict(attention="auto", mode="stop"),
     dict(attention="auto", prefix=262144),
 )
 # What does not fit at this length is planned and not compiled.
@@ -84,46 +79,38 @@ _HYBRID = tuple(
 
 
 def _define_flags():
-  flags.DEFINE_string(
-      "model", "qwen3-8b",
-      f"A preset ({', '.join(presets.PRESETS)}), or a Hugging Face "
-      "config.json.",
-  )
-  flags.DEFINE_integer("prefix", 2097152, "P, captured positions.")
-  flags.DEFINE_integer("branches", 8, "G, tails of the group.")
-  flags.DEFINE_integer("tail", 8192, "T, tokens of a tail.")
-  flags.DEFINE_enum(
-      "mode", "exact", ["exact", "sampled", "stop"], "Prefix gradient."
-  )
-  flags.DEFINE_string(
-      "target", "v5p:2x2x2",
-      f"Devices to plan for: {', '.join(compile_step.NAMES)}.",
-  )
+  for name, default, text in (
+      ("model", "qwen3-8b",
+       f"A preset ({', '.join(presets.PRESETS)}), or a config.json."),
+      ("target", "v5p:2x2x2",
+       f"Devices to plan for: {', '.join(compile_step.NAMES)}."),
+      ("accumulator_dtype", "bfloat16",
+       "Of the prefix's cotangent: bfloat16 or float32."),
+      ("param_dtype", None,
+       "Of stored parameters. By default float32 where all are trained, as "
+       "training does, and bfloat16 below adapters."),
+      ("moments_dtype", "bfloat16", "Of Adam's two moments."),
+  ):
+    flags.DEFINE_string(name, default, text)
+  for name, default, text in (
+      ("prefix", 2097152, "P, captured positions."),
+      ("branches", 8, "G, tails of the group."),
+      ("tail", 8192, "T, tokens of a tail."),
+      ("chunk", 8192, "Positions run at a time."),
+      ("branches_at_once", 1, "Tails run at a time."),
+      ("adapter_rank", 0, "Train adapters of this rank; 0 trains everything."),
+  ):
+    flags.DEFINE_integer(name, default, text)
+  for name, default, values, text in (
+      ("mode", "exact", ("exact", "sampled", "stop"), "Prefix gradient."),
+      ("activations", "recompute_layers",
+       ("keep", "recompute", "recompute_layers"), "What a segment keeps."),
+      ("attention", "auto", typing.get_args(kernels.Name),
+       "What attention is compiled with."),
+  ):
+    flags.DEFINE_enum(name, default, values, text)
   flags.DEFINE_float(
       "budget_gib", None, "Memory of a device to fit; the target's by default."
-  )
-  flags.DEFINE_integer("chunk", 8192, "Positions run at a time.")
-  flags.DEFINE_integer("branches_at_once", 1, "Tails run at a time.")
-  flags.DEFINE_enum(
-      "activations", "recompute_layers",
-      ["keep", "recompute", "recompute_layers"], "What a segment keeps.",
-  )
-  flags.DEFINE_string(
-      "accumulator_dtype", "bfloat16",
-      "Of the prefix's cotangent: bfloat16 or float32.",
-  )
-  flags.DEFINE_string(
-      "param_dtype", None,
-      "Of stored parameters. By default float32 where all are trained, as "
-      "training does, and bfloat16 below adapters.",
-  )
-  flags.DEFINE_string("moments_dtype", "bfloat16", "Of Adam's two moments.")
-  flags.DEFINE_integer(
-      "adapter_rank", 0, "Train adapters of this rank; 0 trains everything."
-  )
-  flags.DEFINE_enum(
-      "attention", "auto", list(typing.get_args(kernels.Name)),
-      "What attention is compiled with.",
   )
   flags.DEFINE_bool("compile", False, "Ask the target's compiler too.")
   flags.DEFINE_bool("json", False, "Print one JSON object.")
@@ -142,9 +129,7 @@ def step_of(values) -> plan.Step:
   config = dataclasses.replace(
       config, param_dtype=param_dtype, compute_dtype="bfloat16",
       adapter=adapter,
-      max_positions=max(
-          config.max_positions, values.prefix + values.tail + 1
-      ),
+      max_positions=max(config.max_positions, values.prefix + values.tail + 1),
   )
   return plan.Step(
       config, values.prefix, values.branches, values.tail, values.mode,
@@ -159,11 +144,7 @@ def step_of(values) -> plan.Step:
 
 
 def run(values) -> dict:
-  """The plan as one object; see docs/formats.md.
-
-  Args:
-    values: the flags, or anything with their names.
-  """
+  """The plan of the flags as one object; see docs/formats.md."""
   step = step_of(values)
   target = compile_step.target(values.target)
   budget = target.bytes if values.budget_gib is None else int(
@@ -173,18 +154,11 @@ def run(values) -> dict:
   longest = plan.longest_prefix(step, budget)
   context = presets.geometry(values.model).max_positions
   found = {
-      "model": values.model,
-      "mode": values.mode,
-      "target": values.target,
-      "prefix": step.prefix,
-      "branches": step.branches,
-      "tail": step.tail,
-      "trainable": step.trainable,
-      "budget_bytes": budget,
-      "bytes_per_device": per_device,
-      **plan.work(step),
-      "fits": per_device["total"] <= budget,
-      "longest_prefix": longest,
+      "model": values.model, "mode": values.mode, "target": values.target,
+      "prefix": step.prefix, "branches": step.branches, "tail": step.tail,
+      "trainable": step.trainable, "budget_bytes": budget,
+      "bytes_per_device": per_device, **plan.work(step),
+      "fits": per_device["total"] <= budget, "longest_prefix": longest,
       "model_positions": context,
       "longest_prefix_in_context": max(0, min(longest, context - step.tail)),
   }

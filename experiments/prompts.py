@@ -37,13 +37,8 @@ def bytes_of(pretrained: pretrained_lib.Pretrained, text: str) -> list[int]:
 
 
 def about_document(
-    pretrained: pretrained_lib.Pretrained,
-    text: str,
-    tokens: int,
-    *,
-    question: str = _QUESTION,
-    needle: str = "",
-    depth: float = 0.5,
+    pretrained: pretrained_lib.Pretrained, text: str, tokens: int, *,
+    question: str = _QUESTION, needle: str = "", depth: float = 0.5,
 ) -> list[int]:
   """A prompt of exactly `tokens` ids: a document and a question on it.
 

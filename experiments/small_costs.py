@@ -45,9 +45,7 @@ def run(model: str, prefix: int, repeats: int) -> dict:
   exact = jax.jit(br.value_and_grad(decoder, lambda x: x.sum()))
   rounded = jax.jit(br.value_and_grad(decoder, lambda x: x.sum()))
   parts = {
-      "capture": functools.partial(
-          br.capture, decoder, params, ids, version=0
-      ),
+      "capture": functools.partial(br.capture, decoder, params, ids, version=0),
       "fingerprint": functools.partial(fingerprint.of_params, params),
       "gradient": lambda: exact(params, group)[1],
       "gradient, rounded angles": lambda: rounded(params, group)[1],

@@ -76,8 +76,7 @@ def sampled(phase, params, number: int) -> list[experience.Experience]:
   batch = []
   for place in range(_TRIES * phase.prompts):
     one = experience.collect(
-        phase.learner.model, params, phase.task, next(examples),
-        phase.rollouts,
+        phase.learner.model, params, phase.task, next(examples), phase.rollouts,
         key=jax.random.fold_in(jax.random.key(number), place),
         version=0, schedule=phase.learner.schedule,
     )

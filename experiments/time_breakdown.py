@@ -33,100 +33,76 @@ from experiments.reporting import timing
 
 # Parts that a gradient consists of; sampling needs the capture in any mode.
 _GRADIENT = {
-    "full": ("whole sequences",),
-    "exact": ("capture", "replay", "prefix pass"),
+    "full": ("whole sequences",), "exact": ("capture", "replay", "prefix pass"),
     "stop": ("capture", "replay"),
 }
 
 
 def operations(model: br.ModelConfig, shape: bench_step.Shape) -> dict:
-  """Floating-point operations of every part, nothing computed twice.
+  """Floating-point operations by part of a step, nothing computed twice.
 
-  Args:
-    model: geometry.
-    shape: P, G, T.
-
-  Returns:
-    By part; None of the optimizer, which is bound by memory.
+  None of the optimizer, which is bound by memory.
   """
   prefix, branches, tail = shape
-  gradient = functools.partial(bench_step.useful_flops, model, shape)
+  full, exact, stop = (
+      bench_step.useful_flops(model, shape, mode)
+      for mode in ("full", "exact", "stop")
+  )
   capture = flops.forward(model, prefix, 0)
   head = 2 * model.vocab_size * model.width
   rollout = branches * sum(
       flops.forward(model, 1, prefix + place) + head for place in range(tail)
   )
   return {
-      "capture": capture,
-      "rollout": rollout,
-      "replay": gradient("stop") - capture,
-      "prefix pass": gradient("exact") - gradient("stop"),
-      "whole sequences": gradient("full"),
-      "optimizer": None,
+      "capture": capture, "rollout": rollout, "replay": stop - capture,
+      "prefix pass": exact - stop, "whole sequences": full, "optimizer": None,
   }
 
 
-class Parts:
-  """Functions that run one part each, on prepared inputs.
+def functions(model, params, group, config) -> dict:
+  """Functions that run one part of a step each, on prepared inputs."""
+  schedule = br.Schedule(chunk_size=config.chunk_size)
+  prompt = np.asarray(group.prompt)[: int(group.prompt_length)]
+  capture = functools.partial(
+      br.capture, model, params, group, schedule=schedule, version=0, keep=True
+  )
+  kept = capture()
+  advantages_G = jnp.asarray(
+      np.random.default_rng(config.seed).normal(size=group.tails.shape[0]),
+      jnp.float32,
+  )
+  gradients = {
+      mode: functools.partial(
+          br.value_and_grad(
+              model, _loss, prefix_gradient=mode, schedule=schedule
+          ), params, group, advantages_G,
+      )
+      for mode in speed.STEP_PARTS
+  }
+  optimizer = optax.adamw(1e-5)
+  states = [step_lib.create(jax.tree.map(jnp.copy, params), optimizer)]
+  update = jax.jit(
+      functools.partial(step_lib.update, optimizer), donate_argnums=0
+  )
+  grads = jax.tree.map(jnp.zeros_like, params)
 
-  Args:
-    model: the decoder.
-    params: its parameters.
-    group: prompt and tails.
-    config: of the experiment.
-  """
+  def optimize():
+    states[0], _ = update(states[0], grads, jnp.float32(0))
+    return states[0]
 
-  def __init__(self, model, params, group, config):
-    self._model, self._params, self._group = model, params, group
-    schedule = br.Schedule(chunk_size=config.chunk_size)
-    prompt = np.asarray(group.prompt)[: int(group.prompt_length)]
-    self._capture = functools.partial(
-        br.capture, model, params, group, schedule=schedule, version=0
-    )
-    kept = self._capture(keep=True)
-    advantages = jnp.asarray(
-        np.random.default_rng(config.seed).normal(size=group.tails.shape[0]),
-        jnp.float32,
-    )
-    gradients = {
-        mode: br.value_and_grad(
-            model, _loss, prefix_gradient=mode, schedule=schedule
-        )
-        for mode in speed.STEP_PARTS
-    }
-
-    def gradient(mode, state=None):
-      options = {} if state is None else {"state": state, "version": 0}
-      return gradients[mode](params, group, advantages, **options)
-
-    optimizer = optax.adamw(1e-5)
-    self._train_state = step_lib.create(
-        jax.tree.map(jnp.copy, params), optimizer
-    )
-    update = jax.jit(
-        functools.partial(step_lib.update, optimizer), donate_argnums=0
-    )
-    grads = jax.tree.map(jnp.zeros_like, params)
-
-    def optimize():
-      self._train_state, _ = update(self._train_state, grads, jnp.float32(0))
-      return self._train_state
-
-    self.run = {
-        "capture": functools.partial(self._capture, keep=True),
-        "rollout": lambda: br.sample(
-            model, params, prompt, key=jax.random.key(config.seed),
-            branches=group.tails.shape[0], max_tokens=group.tails.shape[1],
-            state=kept, version=0,
-        ).tokens,
-        "replay": lambda: gradient("stop", kept),
-        "replay and prefix pass": lambda: gradient("exact", kept),
-        "optimizer": optimize,
-        **{
-            f"gradient, {mode}": functools.partial(gradient, mode)
-            for mode in speed.STEP_PARTS
-        },
-    }
+  return {
+      "capture": capture,
+      "rollout": lambda: br.sample(
+          model, params, prompt, key=jax.random.key(config.seed),
+          branches=group.tails.shape[0], max_tokens=group.tails.shape[1],
+          state=kept, version=0,
+      ).tokens,
+      "replay": lambda: gradients["stop"](state=kept, version=0),
+      "replay and prefix pass":
+          lambda: gradients["exact"](state=kept, version=0),
+      "optimizer": optimize,
+      **{f"gradient, {mode}": one for mode, one in gradients.items()},
+  }
 
 
 def _loss(log_probs_GT, advantages_G):
@@ -140,10 +116,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   pretrained = load_lib.load(config.model, seed=config.seed)
   model = pretrained.config
   group = bench_step.group_of(model, shape, config.seed)
-  parts = Parts(pretrained.model, pretrained.params, group, config)
-  with tqdm.tqdm(total=(config.repeats + 1) * len(parts.run)) as bar:
+  parts = functions(pretrained.model, pretrained.params, group, config)
+  with tqdm.tqdm(total=(config.repeats + 1) * len(parts)) as bar:
     seconds = timing.in_turns(
-        parts.run, config.repeats, seed=config.seed, warm=False,
+        parts, config.repeats, seed=config.seed, warm=False,
         report=lambda *_: bar.update(),
     ).wall
   results = record.begin(
@@ -155,11 +131,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
 
 
 def account(seconds: dict, of: dict) -> dict:
-  """Parts and modes from measured times.
-
-  Args:
-    seconds: lists by what was run.
-    of: operations by part.
+  """Parts and modes from measured times and from operations by part.
 
   Returns:
     parts, by name seconds, flops and gflops_per_second; and modes, by name

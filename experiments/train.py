@@ -43,6 +43,7 @@ from branch_replay.weights import pretrained as pretrained_lib
 from configs import train as train_config
 from experiments import cli
 from experiments.reporting import record
+from experiments.reporting import training
 
 _POLICY_LOSSES = {
     name: getattr(objectives, name)
@@ -65,13 +66,11 @@ class Problem:
   """A run that is ready to start.
 
   Attributes:
-    run: see `loop.Run`.
-    params: before its first step.
     pretrained: what the model was made from; its tokenizer and stop ids.
   """
 
   run: loop.Run
-  params: dict
+  params: dict  # before its first step
   pretrained: pretrained_lib.Pretrained
 
 
@@ -151,34 +150,41 @@ def _same_fields(mine, known, where: str) -> None:
 def adapter_of(config) -> config_lib.Adapter | None:
   """What is trained in place of all parameters, if anything is."""
   rank, alpha = config.adapter.rank, config.adapter.alpha
-  if rank:
-    return config_lib.Adapter(rank, alpha)
-  if alpha is not None:
+  if alpha is not None and not rank:
     raise ValueError(
         f"adapter.alpha={alpha} without an adapter: set adapter.rank too, or "
         "neither."
     )
-  return None
+  return config_lib.Adapter(rank, alpha) if rank else None
 
 
 def model_of(config):
-  """The model, pretrained or of the config's geometry, and its text."""
+  """The model, pretrained or of the config's geometry, and its text.
+
+  Parameters that are to be trained have the dtype that the config asks for
+  from the beginning, so that none is rounded to the file's; those below
+  adapters have the file's.
+  """
   step_lib.check_param_dtype(config.param_dtype)
   if config.pretrained:
-    pretrained = weights_of(config)
+    as_stored = config.adapter.rank or config.param_dtype == "file"
+    pretrained = load_lib.load(
+        config.pretrained, compute_dtype=config.compute_dtype,
+        param_dtype=None if as_stored else config.param_dtype,
+    )
     return pretrained, tasks.Chat(pretrained)
-  if "file" in (config.param_dtype, config.compute_dtype):
+  dtypes = {
+      name: config[name] for name in ("param_dtype", "compute_dtype")
+  }
+  if "file" in dtypes.values():
+    said = ", ".join(f"{name}={value!r}" for name, value in dtypes.items())
     raise ValueError(
-        f"param_dtype={config.param_dtype!r}, compute_dtype="
-        f"{config.compute_dtype!r}: without `pretrained` there is no file. "
-        "Name a dtype, as in 'float32'."
+        f"{said}: without `pretrained` there is no file. Name a dtype, as in "
+        "'float32'."
     )
   text = tasks.Characters()
   model = br.Decoder(br.ModelConfig(
-      vocab_size=text.vocab_size, **{
-          "param_dtype": config.param_dtype,
-          "compute_dtype": config.compute_dtype, **config.model,
-      },
+      **{"vocab_size": text.vocab_size, **dtypes, **config.model}
   ))
   params = model.init(
       jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
@@ -186,20 +192,6 @@ def model_of(config):
   return pretrained_lib.Pretrained(
       model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
   ), text
-
-
-def weights_of(config) -> pretrained_lib.Pretrained:
-  """What a config's `pretrained` names.
-
-  Parameters that are to be trained have the dtype that the config asks for
-  from the beginning, so that none is rounded to the file's; those below
-  adapters have the file's.
-  """
-  as_stored = config.adapter.rank or config.param_dtype == "file"
-  return load_lib.load(
-      config.pretrained, compute_dtype=config.compute_dtype,
-      param_dtype=None if as_stored else config.param_dtype,
-  )
 
 
 def task_of(config, text, changes: dict) -> tasks.Task:
@@ -255,8 +247,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
         of.max_tokens, config.seed, rate,
     )
   rollouts = experience.Rollouts(
-      of.branches, of.max_tokens, br.Law(of.temperature), of.hold,
-      of.truncated,
+      of.branches, of.max_tokens, br.Law(of.temperature), of.hold, of.truncated,
   )
   return phases_lib.Reinforce(
       name, task, learner(algorithm_of(of)), rollouts, of.steps, of.prompts,
@@ -319,15 +310,9 @@ def run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, *,
     may_differ: Sequence[str] = (),
 ) -> list[dict]:
-  """Trains, or goes on training; see the module.
+  """Trains, or goes on training, and returns the rows of metrics.jsonl.
 
-  Args:
-    config: e.g. configs/train.py.
-    workdir: where everything goes.
-    may_differ: see `loop.train`.
-
-  Returns:
-    The rows of metrics.jsonl.
+  `may_differ` is of `loop.train`.
 
   Raises:
     ValueError: a config that cannot be run, before anything is trained, or a
@@ -348,28 +333,14 @@ def run(
   rows = metrics.read(workdir)
   if params is None:
     return rows
-  results = summary(config, rows)
-  record.write_json(workdir / "results.json", results)
   if config.export:
     export(problem, params, workdir / "model")
-    export_drafters(problem, workdir / "model")
-  for phase in results["phases"]:
-    print(
-        f"{phase['name']}: held-out reward {phase['reward']:.3f} after "
-        f"{phase['seconds']:.0f} s"
-    )
-  print(f"Wrote {workdir / metrics.FILE} and more beside it.")
+  record.finish(workdir, summary(config, rows), table=training.learned)
   return rows
 
 
 def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
-  """Raises ValueError, all fields named, for a run of another config.
-
-  Args:
-    saved: the config that the workdir holds.
-    mine: of this run.
-    workdir: for the message.
-  """
+  """ValueError, all fields named, for the workdir of another config."""
   free = [*_HARMLESS, *(
       f"{name}.{field}" for name in {*saved["phases"], *mine["phases"]}
       for field in _HARMLESS_OF_PHASE
@@ -383,16 +354,11 @@ def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
 
 
 def summary(config, rows: list[dict]) -> dict:
-  """What a run came to, without its single steps.
-
-  Args:
-    config: of the run.
-    rows: of metrics.jsonl.
+  """What a run came to, from the rows of metrics.jsonl.
 
   Returns:
-    environment; config; `curve`, every evaluation with the seconds spent until
-    then, compilation included and starting up not; `phases`, the last
-    evaluation of each.
+    `curve`, every evaluation with the seconds spent until then, compilation
+    included and starting up not; `phases`, the last evaluation of each.
   """
   curve, seconds = [], 0.0
   for row in rows:
@@ -402,19 +368,19 @@ def summary(config, rows: list[dict]) -> dict:
           "step": row["step"], "name": row["phase"],
           "reward": row["eval/reward"], "seconds": round(seconds, 1),
       })
-  ends = [
-      [at for at in curve if at["name"] == name][-1]
-      for name in ("before", *config.phases)
-  ]
-  return {
-      "environment": record.environment(), "config": config.to_dict(),
-      "curve": curve, "phases": ends,
-      "mismatch_max": max(row.get("mismatch_max", 0.0) for row in rows),
-  }
+  last = {at["name"]: at for at in curve}
+  return record.begin(
+      config, curve=curve,
+      phases=[last[name] for name in ("before", *config.phases)],
+      mismatch_max=max(row.get("mismatch_max", 0.0) for row in rows),
+  )
 
 
 def export(problem: Problem, params, directory: pathlib.Path) -> None:
-  """Writes the model in Hugging Face's format, adapters merged."""
+  """Writes the model in Hugging Face's format, and drafters that were trained.
+
+  Adapters are merged; `drafters.files.load` reads a drafter.
+  """
   config = problem.run.model.config
   params = jax.device_get(params)
   if config.adapter is not None:
@@ -425,10 +391,6 @@ def export(problem: Problem, params, directory: pathlib.Path) -> None:
       directory, config, params, tokenizer=source.tokenizer,
       stop_ids=source.stop_ids, bos_id=source.bos_id,
   )
-
-
-def export_drafters(problem: Problem, directory: pathlib.Path) -> None:
-  """Writes what was trained beside the model, to be read by `files.load`."""
   for phase in problem.run.phases:
     if phase.speculator is not None and phase.speculator.reads_states:
       drafter_files.save(

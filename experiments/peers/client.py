@@ -17,13 +17,7 @@ class Worker:
   def __init__(
       self, command: Sequence[str], *, folder: pathlib.Path, log: pathlib.Path
   ):
-    """Starts it.
-
-    Args:
-      command: program and arguments.
-      folder: where it runs.
-      log: takes its standard error.
-    """
+    """Starts a command in a folder; the log takes its standard error."""
     self._log, self._pending = log, b""
     with log.open("wb") as errors:
       self._process = subprocess.Popen(
@@ -32,14 +26,9 @@ class Worker:
       )
 
   def ask(self, command: str, timeout: float) -> dict:
-    """Sends a command and waits for the answer.
+    """Sends a line and returns the answer, {"not_run": reason} for none.
 
-    Args:
-      command: a line.
-      timeout: seconds; a worker that takes longer is ended.
-
-    Returns:
-      Its answer; {"not_run": reason} when there was none.
+    A worker that takes more than `timeout` seconds is ended.
     """
     if self._process.poll() is not None:
       return {"not_run": self._ended()}

@@ -199,12 +199,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   with tqdm.tqdm(total=steps, unit="step") as bar:
     for prompt in waiting:
       entry = {
-          "prompt_tokens": prompt,
-          "branches": config.branches,
+          "prompt_tokens": prompt, "branches": config.branches,
           "tail_tokens": config.tail_tokens,
           "environment": record.environment(),
-          "load_average_before": os.getloadavg()[0],
-          "finished": False,
+          "load_average_before": os.getloadavg()[0], "finished": False,
           "peers": [],
       }
       entries[:] = [e for e in entries if e["prompt_tokens"] != prompt]

@@ -15,8 +15,7 @@ from experiments.peers import serve
 
 # Of each name: mode, activation policy.
 _VARIANTS = {
-    "ours_full": ("full", "keep"),
-    "ours_exact_keep": ("exact", "keep"),
+    "ours_full": ("full", "keep"), "ours_exact_keep": ("exact", "keep"),
     "ours_exact_recompute": ("exact", "recompute"),
     "ours_stop": ("stop", "keep"),
 }

@@ -75,8 +75,7 @@ def create(
   """A random problem; the weights depend on `model` and `seed` alone."""
   rng = np.random.default_rng((seed, prompt))
   return Problem(
-      model=model,
-      weights=random_weights(model, seed),
+      model=model, weights=random_weights(model, seed),
       prompt_P=rng.integers(0, model["vocab_size"], prompt, np.int32),
       tails_GT=rng.integers(0, model["vocab_size"], (branches, tail), np.int32),
       advantages_G=rng.standard_normal(branches).astype(np.float32),

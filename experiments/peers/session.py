@@ -15,13 +15,9 @@ from experiments.peers import client
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Of each system, the mode whose work it does.
 MODES = {
-    "torch_full": "full",
-    "torch_full_batched": "full",
-    "prefix_grouper": "exact",
-    "tunix": "full",
-    "ours_full": "full",
-    "ours_exact_keep": "exact",
-    "ours_exact_recompute": "exact",
+    "torch_full": "full", "torch_full_batched": "full",
+    "prefix_grouper": "exact", "tunix": "full", "ours_full": "full",
+    "ours_exact_keep": "exact", "ours_exact_recompute": "exact",
     "ours_stop": "stop",
 }
 _START_SECONDS = 600  # imports, weights and compilation
@@ -30,12 +26,9 @@ _START_SECONDS = 600  # imports, weights and compilation
 def judge(row: dict, reference: dict, arrays: dict, tolerance: float) -> None:
   """Adds the distance of a system's result from the reference to its row.
 
-  Args:
-    row: the system's; has its loss.
-    reference: arrays of the reference, and its "loss".
-    arrays: log_probs and gradients by name.
-    tolerance: on loss, log-probs and, of exact systems, the gradient: whole,
-      norm, and worst parameter.
+  Both have log_probs, gradients by name, and a "loss": the row's is there. The
+  tolerance is on loss, log-probs and, of exact systems, the gradient: whole,
+  norm, and worst parameter.
   """
   def gradient(of):
     return {k: x for k, x in of.items() if k not in ("log_probs", "loss")}

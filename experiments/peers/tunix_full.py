@@ -29,17 +29,11 @@ _NO_TOKEN = -1  # nothing is padding here
 
 def _config(model: dict, remat) -> llama3.ModelConfig:
   return llama3.ModelConfig(
-      num_layers=model["num_layers"],
-      vocab_size=model["vocab_size"],
-      embed_dim=model["width"],
-      hidden_dim=model["ffn_width"],
-      num_heads=model["num_heads"],
-      head_dim=model["head_dim"],
-      num_kv_heads=model["num_kv_heads"],
-      rope_theta=model["rope_theta"],
-      norm_eps=model["norm_eps"],
-      weight_tying=False,
-      remat_config=remat,
+      num_layers=model["num_layers"], vocab_size=model["vocab_size"],
+      embed_dim=model["width"], hidden_dim=model["ffn_width"],
+      num_heads=model["num_heads"], head_dim=model["head_dim"],
+      num_kv_heads=model["num_kv_heads"], rope_theta=model["rope_theta"],
+      norm_eps=model["norm_eps"], weight_tying=False, remat_config=remat,
   )
 
 
@@ -59,15 +53,11 @@ def _layer_paths(model: dict) -> dict[str, tuple]:
       "project/value/kernel": (
           ("attn", "v_proj", "w"), (width, kv_heads, head_dim)
       ),
-      "join/output/kernel": (
-          ("attn", "o_proj", "w"), (heads, head_dim, width)
-      ),
+      "join/output/kernel": (("attn", "o_proj", "w"), (heads, head_dim, width)),
       "expand/norm/scale": (("post_attention_layernorm", "w"), (width,)),
       "expand/gate/kernel": (("mlp", "gate_proj", "kernel"), (width, hidden)),
       "expand/up/kernel": (("mlp", "up_proj", "kernel"), (width, hidden)),
-      "contract/down/kernel": (
-          ("mlp", "down_proj", "kernel"), (hidden, width)
-      ),
+      "contract/down/kernel": (("mlp", "down_proj", "kernel"), (hidden, width)),
   }
 
 
@@ -147,9 +137,7 @@ def load(
     zeros = jax.jit(lambda state: jax.tree.map(jnp.zeros_like, state))
     needed = settings["temp_bytes_by_remat"] = {}
     for remat in _REMAT:
-      executable = jax.jit(
-          add, static_argnums=0, donate_argnums=2
-      ).lower(
+      executable = jax.jit(add, static_argnums=0, donate_argnums=2).lower(
           graphdefs[remat], state, state, tails_GT[0], coefficients_G[0]
       ).compile()
       memory = executable.memory_analysis()

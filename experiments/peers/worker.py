@@ -19,10 +19,8 @@ from experiments.peers import problem as problem_lib
 from experiments.peers import serve
 
 _MODULES = {
-    "torch_full": "torch_full",
-    "torch_full_batched": "torch_full",
-    "prefix_grouper": "grouper",
-    "tunix": "tunix_full",
+    "torch_full": "torch_full", "torch_full_batched": "torch_full",
+    "prefix_grouper": "grouper", "tunix": "tunix_full",
 }
 
 

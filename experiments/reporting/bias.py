@@ -11,13 +11,10 @@ from experiments.reporting import plots
 from experiments.reporting import tables
 
 MATRICES = {
-    "query": "layers/project/query/kernel",
-    "key": "layers/project/key/kernel",
+    "query": "layers/project/query/kernel", "key": "layers/project/key/kernel",
     "value": "layers/project/value/kernel",
-    "output": "layers/join/output/kernel",
-    "gate": "layers/expand/gate/kernel",
-    "up": "layers/expand/up/kernel",
-    "down": "layers/contract/down/kernel",
+    "output": "layers/join/output/kernel", "gate": "layers/expand/gate/kernel",
+    "up": "layers/expand/up/kernel", "down": "layers/contract/down/kernel",
     "embedding": "embed/table",
 }
 MEASURES = ("cosine", "relative_error", "norm_ratio")
@@ -51,8 +48,10 @@ def _against_stop(pairs) -> dict:
 
 def _stop_of_shape(members: list[dict]) -> dict:
   """Means and spreads of stop over the cases of one shape."""
+  def mean(rows, digits):
+    return np.mean(rows, axis=0).round(digits).tolist()
+
   stops = [case["stop"] for case in members]
-  layers = stops[0]["per_layer_cosine"]
   return {
       **{name: tables.spread([stop[name] for stop in stops])
          for name in MEASURES},
@@ -62,14 +61,11 @@ def _stop_of_shape(members: list[dict]) -> dict:
           for name in stops[0]["per_matrix_cosine"]
       },
       "per_layer_cosine": {
-          name: np.mean([one["per_layer_cosine"][name] for one in stops], axis=0)
-          .round(4).tolist()
-          for name in layers
+          name: mean([one["per_layer_cosine"][name] for one in stops], 4)
+          for name in stops[0]["per_layer_cosine"]
       },
-      **{
-          name: np.mean([c[name] for c in members], axis=0).round(5).tolist()
-          for name in ("profile", "profile_tails")
-      },
+      **{name: mean([case[name] for case in members], 5)
+         for name in ("profile", "profile_tails")},
       "share_of_two_largest_sixteenths": tables.spread(
           [np.sort(sixteenths(c["profile"]))[-2:].sum() for c in members]
       ),
@@ -78,9 +74,6 @@ def _stop_of_shape(members: list[dict]) -> dict:
 
 def summarize(cases: list[dict]) -> dict:
   """Means and spreads over documents and seeds, shape by shape.
-
-  Args:
-    cases: lines of cases.jsonl.
 
   Returns:
     {"stop": [...], "estimators": [...], "overall": [...], "cases": n,
@@ -271,14 +264,9 @@ def training(results: dict) -> str:
 
 
 def along(results: dict, axis: str) -> list[dict]:
-  """Rows of the summary along one axis, the others at their base.
+  """Rows of the sweep along one of `_AXES`, the others at their base.
 
-  Args:
-    results: of experiments.bias_sweep.
-    axis: "prompt_tokens", "tail_tokens" or "branches".
-
-  Returns:
-    Rows with random advantages, in the order of the axis.
+  Those with random advantages, in the order of the axis.
   """
   fixed = {name: value for name, value in _BASE.items() if name != axis}
   rows = [

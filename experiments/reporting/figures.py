@@ -30,13 +30,7 @@ FOLDER = record.RESULTS.parent.parent / "docs" / "figures"
 
 
 class Figure(NamedTuple):
-  """A figure.
-
-  Attributes:
-    results: name of the file in experiments/results, without .json.
-    command: makes that file.
-    draw: (results, path) -> None.
-  """
+  """A result file by its name, the command that makes it, and its figure."""
 
   results: str
   command: str
@@ -93,11 +87,7 @@ def missing(name: str) -> str | None:
 
 
 def draw(name: str, path: pathlib.Path) -> None:
-  """Draws a figure from its committed result file.
-
-  Args:
-    name: a key of `FIGURES`.
-    path: the PNG to write.
+  """Draws one of `FIGURES` from its committed result file.
 
   Raises:
     ValueError: no such figure, or its result file is not there.

@@ -17,10 +17,10 @@ COLORS = {
 
 @contextlib.contextmanager
 def axes(
-    path: pathlib.Path, rows: int = 1, columns: int = 1, *, size, dpi: int = 120,
+    path: pathlib.Path, rows: int = 1, columns: int = 1, *, size, dpi=120,
     **options,
 ) -> Iterator:
-  """A new figure and its axes, as `pyplot.subplots` has them, saved at the end.
+  """A figure and its axes, as `pyplot.subplots` has them, saved at the end.
 
   Args:
     path: the PNG to write.
@@ -29,9 +29,6 @@ def axes(
     size: width and height in inches.
     dpi: pixels an inch.
     **options: of `pyplot.subplots`.
-
-  Yields:
-    The figure, and one axis or an array of them.
   """
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt  # after the backend is chosen

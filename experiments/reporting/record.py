@@ -88,12 +88,8 @@ def peak_rss_bytes() -> int:
 def resume(workdir: pathlib.Path, config: ml_collections.ConfigDict):
   """Cases that an earlier run of the same config has finished.
 
-  Args:
-    workdir: holds config.json and cases.jsonl, one case a line; made if needed.
-    config: of this run.
-
-  Returns:
-    The cases.
+  The workdir holds config.json and cases.jsonl, one case a line; it is made if
+  needed.
 
   Raises:
     ValueError: the workdir holds cases of another config, or a damaged line.

@@ -100,8 +100,8 @@ def rates(results: dict) -> str:
       for run in case["runs"] if "left_out" not in run
   ]
   return tables.markdown({
-      "P": "{prefix_tokens:,}", "mode": "{mode}", "activations": "{activations}",
-      "s": "{seconds_median:.2f}",
+      "P": "{prefix_tokens:,}", "mode": "{mode}",
+      "activations": "{activations}", "s": "{seconds_median:.2f}",
       "useful GFLOP/s": lambda r: f"{r['useful_flops_per_second'] / 1e9:.0f}",
       "of a matrix product": "{share_of_matrix:.2f}",
       "temporaries": lambda r: f"{(r['temp_bytes'] or 0) / 2**20:,.0f} MiB",
@@ -267,7 +267,8 @@ def attention(results: dict) -> str:
   return "\n".join([
       f"{of}, {results['config']['model']['compute_dtype']}", *why_not,
       tables.markdown({
-          "P": "{prefix_tokens:,}", "mode": "{mode}", "attention": "{attention}",
+          "P": "{prefix_tokens:,}", "mode": "{mode}",
+          "attention": "{attention}",
           "s": lambda one: tables.number(one, "seconds_median", ".3f"),
           "TFLOP/s": rate, "temporaries": temporaries,
           "error": lambda one: tables.number(one, "relative_error", ".1e"),
