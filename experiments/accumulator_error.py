@@ -12,12 +12,12 @@ Writes experiments/results/accumulator_error.json. Cost: about two minutes.
 """
 
 from absl import app
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
 from branch_replay import compare
+from branch_replay.weights import load
 from experiments import cli
 from experiments.reporting import comparisons
 from experiments.reporting import record
@@ -31,10 +31,8 @@ _CONFIG = br.ModelConfig(
 
 def _errors(chunks: int, seed: int) -> tuple[float, float]:
   """Relative error of the gradient, whole and of the worst parameter."""
-  rng, model = np.random.default_rng(seed), br.Decoder(_CONFIG)
-  params = model.init(
-      jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  rng = np.random.default_rng(seed)
+  model, params = load.random(_CONFIG, seed)
   group = br.Group.create(
       rng.integers(0, 256, _PREFIX + 1), rng.integers(0, 256, (4, 32)),
       config=_CONFIG,

@@ -37,7 +37,7 @@ _STEP_FIELDS = (
 
 
 def probe(config, problem: train.Problem, params, drafters: dict) -> dict:
-  """What drafters are worth to a policy, on held-out prompts.
+  """Lets drafters draft for a policy on held-out prompts, and counts.
 
   Returns:
     By the drafter's name accept_length, tokens of a row per forward pass, of

@@ -26,6 +26,7 @@ from branch_replay import compare
 from branch_replay import flops
 from branch_replay.ops import kernels
 from branch_replay.schedule import check_mode
+from branch_replay.weights import load as load_lib
 from experiments import bench_step
 from experiments import cli
 from experiments import compare_backward
@@ -38,7 +39,7 @@ _POLICY = "recompute"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is compiled and timed at a time."""
+  """One program that is compiled and timed."""
 
   prefix: int
   mode: str
@@ -67,11 +68,12 @@ def implementations(config) -> tuple[list[str], dict[str, str]]:
 def _problem(config, prefix: int):
   """Parameters, group, and the loss's arguments."""
   model = br.ModelConfig(**config.model)
-  key = jax.random.key(config.seed)
-  params = br.Decoder(model).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+  _, params = load_lib.random(model, config.seed)
   shape = prefix, config.branches, config.tail_tokens
   group = bench_step.group_of(model, shape, config.seed)
-  advantages_G = jax.random.normal(key, (config.branches,))
+  advantages_G = jax.random.normal(
+      jax.random.key(config.seed), (config.branches,)
+  )
   tokens = config.branches * config.tail_tokens
   weights_G = jnp.full(config.branches, 1 / tokens, jnp.float32)
   return params, group, advantages_G, weights_G
@@ -111,7 +113,7 @@ def _work(config, case: Case) -> int:
 
 
 def measure(config, case: Case) -> dict:
-  """What one case takes: fields of a run, see docs/formats.md.
+  """Times one case; returns the fields of a run, see docs/formats.md.
 
   The first run is not among the timed ones, unless it alone takes the time of
   a case (`warm` is then false).

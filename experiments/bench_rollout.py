@@ -71,7 +71,7 @@ def rest_of(
 
 
 def gaps(key, plain: br.Rollout, other: br.Rollout, prompt: int, vocab: int):
-  """How close the tokens were, where rows first differ; [] if none does.
+  """Gaps between the scores of two tokens where rows first differ.
 
   Both tokens were drawn at one place with the same noise, after the same
   tokens: their scores, log-prob plus noise, are all that told them apart.
@@ -116,7 +116,7 @@ def noise_seconds(config, vocab: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What is sampled."""
+  """A model, and how groups are sampled from it."""
 
   config: ml_collections.ConfigDict
   pretrained: pretrained_lib.Pretrained
@@ -211,7 +211,7 @@ class Variant:
   """One way to sample, with its tuner if it has one."""
 
   def __init__(self, problem: Problem, settings, drafters: dict, layers):
-    """Of (compact, drafter, draft length); layers=None scans the layers."""
+    """Takes (compact, drafter, draft length); layers=None scans them."""
     self.settings = self.compact, self.name, self.length = settings
     self._problem, self._drafter = problem, drafters[self.name]
     self._layers = layers
@@ -238,7 +238,7 @@ class Variant:
 
 
 def describe(rollouts: list[br.Rollout]) -> dict:
-  """What the rollouts of one variant did."""
+  """Counts over the rollouts of one variant."""
   def total(field):
     return sum(int(np.sum(getattr(one, field))) for one in rollouts)
 

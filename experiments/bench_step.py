@@ -25,6 +25,7 @@ import branch_replay as br
 from branch_replay import flops
 from branch_replay import state as state_lib
 from branch_replay.schedule import check_mode
+from branch_replay.weights import load as load_lib
 from experiments import cli
 from experiments import compare_backward
 from experiments.reporting import record
@@ -201,10 +202,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   done = record.resume(workdir, config)
   known = {speed.shape_of(case) for case in done}
   waiting = [shape for shape in shapes(config) if shape not in known]
-  decoder = br.Decoder(model)
-  params = decoder.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  decoder, params = load_lib.random(model, config.seed)
   with tqdm.tqdm(waiting, desc="cases") as bar:
     for shape in bar:
       bar.set_description("P={} G={} T={}".format(*shape))

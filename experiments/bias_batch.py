@@ -74,7 +74,7 @@ class Sums:
     return float(optax.tree.norm(self._running[name][0]))
 
   def distance(self, name: str) -> dict:
-    """How far the sum and Adam's direction are from those of exact."""
+    """Distances of the sum and of Adam's direction from those of exact."""
     total, exact = (self._running[x][0] for x in (name, "exact"))
     adam = compare.compare(self.direction(name), self.direction("exact"))
     return _measures(total, exact) | {"adam_cosine": adam.cosine}

@@ -27,6 +27,7 @@ import tokenizers
 import tqdm
 
 import branch_replay as br
+from branch_replay.weights import load
 from branch_replay.weights import pretrained as pretrained_lib
 from branch_replay.weights import tokenizer as tokenizer_lib
 from experiments import bias_sweep
@@ -164,7 +165,7 @@ def _check(config):
 
 def train(config, seed: int, bar):
   """Trains one model; yields a record at every step that is measured."""
-  model = br.Decoder(br.ModelConfig(**config.model))
+  model, params = load.random(br.ModelConfig(**config.model), seed)
   optimizer = optimizer_of(config)
   tokenizer = byte_tokenizer()
   texts = prompts.texts()[: config.documents]
@@ -177,7 +178,6 @@ def train(config, seed: int, bar):
       config.tokens,
   )
   key = jax.random.key(seed)
-  params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
   moments = optimizer.init(params)
   parts = bias_sweep.study_of(model, config.prompt_tokens, config.chunks)
   for step in range(max(config.steps) + 1):

@@ -39,7 +39,7 @@ from experiments.reporting import timing
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What all modes are run on."""
+  """Model and data of a comparison, the same for all modes."""
 
   model: br.Decoder
   params: dict

@@ -28,6 +28,7 @@ import branch_replay as br
 from branch_replay import flops
 from branch_replay import tree as tree_lib
 from branch_replay.tree_order import Kind
+from branch_replay.weights import load
 from experiments import cli
 from experiments import compare_backward
 from experiments.reporting import comparisons
@@ -38,7 +39,7 @@ _MODES = ("full", "exact", "stop")
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What all modes are run on."""
+  """Model and data of a comparison, the same for all modes."""
 
   model: br.Decoder
   params: dict
@@ -130,9 +131,7 @@ def episodes(name: str, tokens: int, vocab_size: int, seed: int):
 
 def build(name: str, shape: str, config: ml_collections.ConfigDict) -> Problem:
   """A random model, a tree and random standardised advantages."""
-  model = br.Decoder(architecture(name, config))
-  key = jax.random.key(config.seed)
-  params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+  model, params = load.random(architecture(name, config), config.seed)
   tree = br.Tree.from_turns(
       episodes(shape, config.path_tokens, config.vocab_size, config.seed),
       config=model.config,

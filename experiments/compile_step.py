@@ -85,7 +85,7 @@ def _loss(log_probs_GT, advantages_G):
 
 
 def compile_step(step: plan.Step, of: Target) -> dict:
-  """What the target's compiler says of one optimizer step with AdamW.
+  """Compiles one optimizer step with AdamW for a target.
 
   Returns:
     "compiled_bytes_per_device", everything alive at the peak with arguments

@@ -22,6 +22,7 @@ import branch_replay as br
 from branch_replay import flops
 from branch_replay import host_loop
 from branch_replay import sharding
+from branch_replay.weights import load
 from experiments import cli
 from experiments.reporting import record
 from experiments.reporting import speed
@@ -49,10 +50,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   """Runs it, interrupted or not writes results.json, and returns what it holds.
   """
   geometry = _geometry(config.model)
-  model, rng = br.Decoder(geometry), np.random.default_rng(config.seed)
-  params = model.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  rng = np.random.default_rng(config.seed)
+  model, params = load.random(geometry, config.seed)
   shape = config.branches, config.tail_tokens
   group = br.Group.create(
       rng.integers(0, geometry.vocab_size, config.prefix + 1),

@@ -197,7 +197,7 @@ def table(found: dict) -> str:
 
 
 def _context(found: dict) -> list[str]:
-  """What of a plan goes beyond the positions that the model was made for."""
+  """A line if a plan exceeds the positions that the model was made for."""
   positions, tail = found["model_positions"], found["tail"]
   beyond = [
       what for what, prefix in (

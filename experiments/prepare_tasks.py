@@ -17,7 +17,7 @@ from experiments import cli
 
 
 def text_of(model: str) -> tasks.Characters | tasks.Chat:
-  """How prompts for a model are written; "" is one id per character."""
+  """The encoder of prompts for a model; for "", one id per character."""
   if not model:
     return tasks.Characters()
   return tasks.Chat(load.load(model))

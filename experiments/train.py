@@ -16,7 +16,6 @@ import pathlib
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 import branch_replay as br
@@ -110,45 +109,45 @@ def build(config: ml_collections.ConfigDict) -> Problem:
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError for a field that is missing, or that nobody reads."""
-  known = train_config.get_config()
-  kinds = {known[name].kind: known[name] for name in known.phases}
+  known = train_config.get_config().to_dict()
+  kinds = {known[name]["kind"]: known[name] for name in known["phases"]}
+  known = {x: y for x, y in known.items() if x not in known["phases"]}
+  mine = config.to_dict()
+  # A phase that is described but not run is no mistake.
+  rest = {
+      name: value for name, value in mine.items()
+      if not (isinstance(value, dict) and "kind" in value)
+  }
   if not config.phases:
     raise ValueError("phases=() names nothing to do.")
   for name in config.phases:
-    if name not in config:
-      raise task_lib.unknown("phase", name, list(config.keys()))
-    if config[name].kind not in kinds:
-      raise task_lib.unknown(f"{name}.kind", config[name].kind, kinds)
-    _same_fields(config[name], kinds[config[name].kind], name)
-  of_run = set(known.keys()) - set(known.phases)
-  rest = {name: config[name] for name in config if name not in config.phases}
-  # A phase that is described but not run is no mistake.
-  rest = {
-      name: value for name, value in rest.items()
-      if not (isinstance(value, ml_collections.ConfigDict) and "kind" in value)
-  }
-  _same_fields(rest, {name: known[name] for name in of_run}, "")
+    if name not in mine:
+      raise task_lib.unknown("phase", name, list(mine))
+    if mine[name]["kind"] not in kinds:
+      raise task_lib.unknown(f"{name}.kind", mine[name]["kind"], kinds)
+    _same_fields(mine[name], kinds[mine[name]["kind"]], f"{name}.")
+  _same_fields(rest, known, "")
   for part, kind in (("model", br.ModelConfig), ("schedule", br.Schedule)):
     fields = {field.name for field in dataclasses.fields(kind)} - {"layout"}
-    for name in config[part]:
+    for name in mine[part]:
       if name not in fields:
         raise task_lib.unknown(f"field of {part}", name, fields)
 
 
-def _same_fields(mine, known, where: str) -> None:
+def _same_fields(mine: dict, known: dict, where: str) -> None:
   for name in mine:
     if name not in known:
-      raise task_lib.unknown(f"field of {where or 'the config'}", name, known)
-  for name in known:
+      part = where.rstrip(".") or "the config"
+      raise task_lib.unknown(f"field of {part}", name, known)
+  for name, value in known.items():
     if name not in mine:
-      raise ValueError(f"The config lacks {f'{where}.{name}'.lstrip('.')}.")
-    nested = isinstance(known[name], ml_collections.ConfigDict)
-    if nested and name not in _FREE:
-      _same_fields(mine[name], known[name], f"{where}.{name}".lstrip("."))
+      raise ValueError(f"The config lacks {where}{name}.")
+    if isinstance(value, dict) and name not in _FREE:
+      _same_fields(mine[name], value, f"{where}{name}.")
 
 
 def adapter_of(config) -> config_lib.Adapter | None:
-  """What is trained in place of all parameters, if anything is."""
+  """The low-rank adapters that are trained, or None for all parameters."""
   rank, alpha = config.adapter.rank, config.adapter.alpha
   if alpha is not None and not rank:
     raise ValueError(
@@ -183,12 +182,9 @@ def model_of(config):
         "'float32'."
     )
   text = tasks.Characters()
-  model = br.Decoder(br.ModelConfig(
+  model, params = load_lib.random(br.ModelConfig(
       **{"vocab_size": text.vocab_size, **dtypes, **config.model}
-  ))
-  params = model.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  ), config.seed)
   return pretrained_lib.Pretrained(
       model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
   ), text
@@ -205,7 +201,7 @@ def task_of(config, text, changes: dict) -> tasks.Task:
 
 
 def evaluation_of(config, text) -> loop.Evaluation:
-  """How held-out reward is measured."""
+  """The evaluation on held-out prompts."""
   of = config.evaluation
   return loop.Evaluation(
       task_of(config, text, {}),
@@ -257,7 +253,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
 
 
 def speculator_of(of, model, seed: int, schedule):
-  """What drafts for the rollouts of a reinforcement phase, or None."""
+  """The drafter of a reinforcement phase's rollouts, or None."""
   kinds = ("none", *get_args(speculator_lib.Kind))
   if of.speculation.drafter not in kinds:
     raise task_lib.unknown("speculation.drafter", of.speculation.drafter, kinds)
@@ -354,7 +350,7 @@ def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
 
 
 def summary(config, rows: list[dict]) -> dict:
-  """What a run came to, from the rows of metrics.jsonl.
+  """Summarises the rows of metrics.jsonl.
 
   Returns:
     `curve`, every evaluation with the seconds spent until then, compilation

@@ -53,11 +53,18 @@ def load(
   if param_dtype is not None:
     dtypes["param_dtype"] = param_dtype
   if geometry is not None:
-    model = decoder.Decoder(dataclasses.replace(geometry, **dtypes))
-    key, token = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
-    return Pretrained(model, jax.jit(model.init)(key, token)["params"])
+    return Pretrained(*random(dataclasses.replace(geometry, **dtypes), seed))
   if name == "smollm2":
     return gguf.load_smollm2(**dtypes)
   if name.endswith(".gguf"):
     return gguf.load_gguf(name, **dtypes)
   return hf.load_hf(name, **dtypes)
+
+
+def random(
+    config: config_lib.ModelConfig, seed: int = 0
+) -> tuple[decoder.Decoder, dict]:
+  """A decoder of a geometry, and random parameters."""
+  model = decoder.Decoder(config)
+  token = jnp.zeros((1, 1), jnp.int32)
+  return model, model.init(jax.random.key(seed), token)["params"]

@@ -92,7 +92,7 @@ def save(problem: Problem, file: pathlib.Path) -> None:
 
 
 def load(file: pathlib.Path) -> Problem:
-  """What `save` wrote."""
+  """Reads the problem that `save` wrote."""
   with np.load(file) as arrays:
     return Problem(
         model=json.loads(str(arrays["model"])),

@@ -69,7 +69,7 @@ def table(results: dict) -> str:
 
 
 def remarks(results: dict) -> list[str]:
-  """What was not run and why, and which gradients differ."""
+  """Lines that say what was not run and why, and which gradients differ."""
   found = []
   for entry in results["prefixes"]:
     for row in entry["peers"]:

@@ -96,7 +96,7 @@ class Session:
       self.give_up(name, answer["not_run"])
 
   def slow(self, name: str) -> bool:
-    """Whether a system takes so long that one timed gradient has to do."""
+    """Whether a system is so slow that it is timed only once."""
     first = self.row(name).get("first_seconds")
     return first is not None and first > self.config.once_above_seconds
 

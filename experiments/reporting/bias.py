@@ -30,7 +30,7 @@ def sixteenths(profile: list[float]) -> np.ndarray:
 
 
 def _against_stop(pairs) -> dict:
-  """How near an estimator comes; pairs of its distances and those of stop."""
+  """Summary of an estimator, from pairs of its distances and those of stop."""
   errors = [(one["relative_error"], stop["relative_error"])
             for one, stop in pairs]
   return {

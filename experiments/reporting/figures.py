@@ -38,7 +38,7 @@ class Figure(NamedTuple):
 
 
 def _of(name: str, draw) -> Figure:
-  """Of an experiment that has the name of its result file."""
+  """The figure of an experiment that has the name of its result file."""
   return Figure(
       name, f"python -m experiments.{name} --config=configs/{name}.py", draw
   )
@@ -76,7 +76,7 @@ FIGURES = {
 
 
 def missing(name: str) -> str | None:
-  """What to do where a figure's result file is not there; None if it is."""
+  """The command that makes a missing result file; None if it is there."""
   figure = FIGURES[name]
   if (record.RESULTS / f"{figure.results}.json").exists():
     return None

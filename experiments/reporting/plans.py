@@ -77,7 +77,7 @@ def hybrid(results: dict) -> str:
 
 
 def of_groups(results: dict, published: dict) -> dict[str, dict[str, float]]:
-  """What G = 8 takes beyond G = 2, of our exact step and of theirs.
+  """Cost of G = 8 beyond that of G = 2, for our exact step and for theirs.
 
   Returns:
     "ours" and "theirs", each with gigabytes a device more, and a ratio: of

@@ -50,12 +50,12 @@ TABLES = {
 
 
 def _cosines(results: dict, axis: str) -> list[float]:
-  """Of stop, along an axis of the sweep."""
+  """Cosines of stop with exact, along an axis of the sweep."""
   return [row["cosine"]["mean"] for row in bias.along(results, axis)]
 
 
 def _share_at_longest(results: dict) -> str:
-  """Of the squared cotangent in two sixteenths of the longest prompts."""
+  """Share of the squared cotangent in two sixteenths of long prompts."""
   row = bias.along(results, "prompt_tokens")[-1]
   return f"{100 * row['share_of_two_largest_sixteenths']['mean']:.0f} %"
 
@@ -75,7 +75,7 @@ def _within(name: str):
 
 
 def _grouper(prompt: int, field: str, ours: str):
-  """What Prefix Grouper takes over what one of ours does."""
+  """Ratio of Prefix Grouper to one of ours, in time; inverse in memory."""
   def value(results):
     (rows,) = (
         entry["peers"] for entry in results["prefixes"]

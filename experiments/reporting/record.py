@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every experiment writes down beside its numbers."""
+"""Writes results, with the versions, device and command that made them."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def _command() -> str:
-  """How this process was started, as one would type it."""
+  """The command that started this process, as one would type it."""
   script = pathlib.Path(sys.argv[0])
   room = RESULTS.parent
   if script.is_absolute() and script.is_relative_to(room):
