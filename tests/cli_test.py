@@ -32,7 +32,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
     )),
     ("--config.prefi=3", ("error: the config has no field 'prefi'",
                           'Did you mean "prefix"')),
-    ("--config.model.num_heads=7", ("error: ",)),
+    ("--config.model.num_kv_heads=2", ("error: ",)),
 ))
 def test_what_the_command_line_says(argument, said):
   done = subprocess.run(
