@@ -17,7 +17,6 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import tqdm
 
@@ -29,7 +28,6 @@ from branch_replay.schedule import check_mode
 from branch_replay.weights import load as load_lib
 from experiments import bench_step
 from experiments import cli
-from experiments import compare_backward
 from experiments.reporting import record
 from experiments.reporting import speed
 from experiments.reporting import timing
@@ -65,43 +63,28 @@ def implementations(config) -> tuple[list[str], dict[str, str]]:
   return here, not_here
 
 
-def _problem(config, prefix: int):
-  """Parameters, group, and the loss's arguments."""
-  model = br.ModelConfig(**config.model)
-  _, params = load_lib.random(model, config.seed)
-  shape = prefix, config.branches, config.tail_tokens
-  group = bench_step.group_of(model, shape, config.seed)
-  advantages_G = jax.random.normal(
-      jax.random.key(config.seed), (config.branches,)
-  )
-  tokens = config.branches * config.tail_tokens
-  weights_G = jnp.full(config.branches, 1 / tokens, jnp.float32)
-  return params, group, advantages_G, weights_G
-
-
-def _gradient(config, mode: str, attention: str, dtype: str):
+def _compiled(config, case: Case, dtype: str):
   model = dataclasses.replace(
       br.ModelConfig(**config.model), compute_dtype=dtype
   )
   schedule = br.Schedule(
       chunk_size=config.chunk_size, branches_at_once=1, activations=_POLICY,
-      attention=attention,
+      attention=case.attention,
   )
-  return br.value_and_grad(
-      br.Decoder(model), compare_backward.policy_gradient_loss,
-      prefix_gradient=mode, schedule=schedule,
+  return bench_step.compiled(
+      *load_lib.random(model, config.seed),
+      (case.prefix, config.branches, config.tail_tokens), case.mode,
+      schedule=schedule, seed=config.seed,
   )
 
 
 @functools.lru_cache(maxsize=2)  # of one prefix
 def _reference(config, prefix: int, mode: str):
   """In float32, products too, by the loops; exact's is that of whole rows."""
-  mode = {"exact": "full"}.get(mode, mode)
+  case = Case(prefix, {"exact": "full"}.get(mode, mode), "loops")
   with jax.default_matmul_precision("highest"):
-    _, grads = jax.jit(_gradient(config, mode, "loops", "float32"))(
-        *_problem(config, prefix)
-    )
-  return compare.named(grads)
+    call, _ = _compiled(config, case, "float32")
+    return compare.named(call()[1])
 
 
 def _work(config, case: Case) -> int:
@@ -118,16 +101,9 @@ def measure(config, case: Case) -> dict:
   The first run is not among the timed ones, unless it alone takes the time of
   a case (`warm` is then false).
   """
-  arguments = _problem(config, case.prefix)
-  function = _gradient(
-      config, case.mode, case.attention,
-      br.ModelConfig(**config.model).compute_dtype,
+  call, known = _compiled(
+      config, case, br.ModelConfig(**config.model).compute_dtype
   )
-  start = time.perf_counter()
-  compiled = jax.jit(function).lower(*arguments).compile()
-  compile_seconds = time.perf_counter() - start
-  memory = compiled.memory_analysis()
-  call = functools.partial(compiled, *arguments)
   seconds = [timing.seconds(call)]
   warm = seconds[0] < config.case_seconds
   if warm:
@@ -138,12 +114,10 @@ def measure(config, case: Case) -> dict:
       seconds.append(timing.seconds(call))
   work, median = _work(config, case), statistics.median(seconds)
   stats = jax.local_devices()[0].memory_stats() or {}
-  run = {
+  run = known | {
       "seconds": seconds, "seconds_median": median, "warm": warm,
-      "compile_seconds": compile_seconds, "flops": work,
+      "flops": work,
       "flops_per_second": work / median,
-      "argument_bytes": memory and memory.argument_size_in_bytes,
-      "temp_bytes": memory and memory.temp_size_in_bytes,
       "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
   }
   if case.prefix <= config.reference_up_to:

@@ -13,7 +13,6 @@ import functools
 import itertools
 import pathlib
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -86,29 +85,23 @@ def left_out(config, shape: Shape, mode: str) -> str | None:
   return None
 
 
-def compiled(config, decoder, params, shape: Shape, mode: str, policy: str):
-  """One variant, compiled: () -> (Evaluation, grads), and its record."""
+def compiled(
+    decoder, params, shape: Shape, mode: str, *, schedule: br.Schedule,
+    sampling: br.Sampling | None = None, seed: int = 0,
+):
+  """One gradient, compiled: () -> (Evaluation, grads), and its record."""
   _, branches, tail = shape
-  chunks = _chunks(config, shape)
-  rng = np.random.default_rng(config.seed)
-  args = (
-      params, group_of(decoder.config, shape, config.seed),
-      jnp.asarray(rng.normal(size=branches), jnp.float32),
-      jnp.full(branches, 1 / (branches * tail), jnp.float32),
-  )
   function = br.value_and_grad(
       decoder, compare_backward.policy_gradient_loss, prefix_gradient=mode,
-      schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
-      sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
+      schedule=schedule, sampling=sampling or br.Sampling(),
   )
-  key, start = jax.random.key(0), time.perf_counter()
-  executable = jax.jit(function).lower(*args, key=key).compile()
-  memory = executable.memory_analysis()
-  return functools.partial(executable, *args, key=key), {
-      "mode": mode, "activations": policy, "chunks": chunks,
-      "compile_seconds": time.perf_counter() - start,
-      "temp_bytes": memory and memory.temp_size_in_bytes, "seconds": [],
-  }
+  rng = np.random.default_rng(seed)
+  return timing.compiled(
+      function, params, group_of(decoder.config, shape, seed),
+      jnp.asarray(rng.normal(size=branches), jnp.float32),
+      jnp.full(branches, 1 / (branches * tail), jnp.float32),
+      key=jax.random.key(0),
+  )
 
 
 def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
@@ -135,7 +128,13 @@ def measure(config, decoder, params, shape: Shape, describe) -> dict:
       runs.append({"mode": mode, "activations": policy, "left_out": reason})
       continue
     describe(f"{mode}, {policy}: compiling")
-    function, run_ = compiled(config, decoder, params, shape, mode, policy)
+    chunks = _chunks(config, shape)
+    function, known = compiled(
+        decoder, params, shape, mode, seed=config.seed,
+        schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
+        sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
+    )
+    run_ = {"mode": mode, "activations": policy, "chunks": chunks, **known}
     evaluation, _ = jax.block_until_ready(function())
     count(run_, decoder.config, shape, evaluation)
     functions[len(runs)] = function

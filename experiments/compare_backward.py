@@ -12,7 +12,6 @@ figure.png in the workdir.
 """
 
 import dataclasses
-import functools
 import pathlib
 import statistics
 import time
@@ -111,14 +110,8 @@ def compiled(
       schedule=schedule, readout=br.LogProbs(problem.temperature),
       sampling=sampling,
   )
-  key, start = jax.random.key(0), time.perf_counter()
-  executable = jax.jit(function).lower(*args, key=key).compile()
-  memory = executable.memory_analysis()
-  return functools.partial(executable, *args, key=key), {
-      **describe(problem, mode, schedule, sampling),
-      "compile_seconds": time.perf_counter() - start,
-      "temp_bytes": memory and memory.temp_size_in_bytes,
-  }
+  call, known = timing.compiled(function, *args, key=jax.random.key(0))
+  return call, describe(problem, mode, schedule, sampling) | known
 
 
 def describe(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What experiments share: measuring, keeping and showing results.
 
-timing       times functions in turns, in a random order
+timing       compiles functions; times them in turns, in a random order
 record       environment of a run, partial results, writing of JSON
 tables       a Markdown table from columns and rows; mean and spread
 plots        a figure that is saved when it is drawn

@@ -3,6 +3,7 @@
 """Times functions in turns, so that what else runs slows all of them alike."""
 
 from collections.abc import Callable
+import functools
 import random
 import statistics
 import time
@@ -30,6 +31,22 @@ def seconds(function: Callable[[], Any]) -> float:
   start = time.perf_counter()
   jax.block_until_ready(function())
   return time.perf_counter() - start
+
+
+def compiled(function: Callable, *args, **options) -> tuple[Callable, dict]:
+  """A function compiled for its arguments, to call without any.
+
+  Returns:
+    The function; and compile_seconds, argument_bytes and temp_bytes.
+  """
+  start = time.perf_counter()
+  executable = jax.jit(function).lower(*args, **options).compile()
+  memory = executable.memory_analysis()
+  return functools.partial(executable, *args, **options), {
+      "compile_seconds": time.perf_counter() - start,
+      "argument_bytes": memory and memory.argument_size_in_bytes,
+      "temp_bytes": memory and memory.temp_size_in_bytes,
+  }
 
 
 def in_turns(
