@@ -27,8 +27,7 @@ _FIELDS = {
     "modes": ("stop", "exact"),
     "attention": ("loops", "splash", "cudnn"),  # those that run here
     "interpret": False,  # kernels that a CPU could only interpret
-    "branches": 4,
-    "tail_tokens": 256,
+    "branches": 4, "tail_tokens": 256,
     "chunk_size": 8192,
     "reference_up_to": 8192,  # longest prefix whose gradient is compared
     "repeats": 5,

@@ -20,8 +20,7 @@ from configs import variants
 _FIELDS = {
     "model": "smollm2",
     "prompt_tokens": 512,
-    "branches": 8,
-    "tail_tokens": 160,
+    "branches": 8, "tail_tokens": 160,
     "temperature": 1.0,
     # (compact, drafter, draft length); others are compared to the first.
     "variants": (
@@ -45,8 +44,7 @@ _FIELDS = {
     },
     "rollouts": 1,  # groups that every variant samples
     "document": "",  # a text file; empty: the Python language reference
-    "repeats": 5,
-    "seed": 0,
+    "repeats": 5, "seed": 0,
 }
 _VARIANTS = {
     "tiny": {

@@ -36,8 +36,7 @@ _FIELDS = {
     "sampled_share": 0.25,
     "sampled_chunks": 4,
     "matrix": 4096,  # rows and columns of the product that rates refer to
-    "repeats": 3,
-    "seed": 0,
+    "repeats": 3, "seed": 0,
 }
 _VARIANTS = {
     "tiny": {

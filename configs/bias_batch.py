@@ -45,7 +45,7 @@ _VARIANTS = {
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
-  config = variants.config(_FIELDS, _VARIANTS, variant)
+  config = variants.getter(_FIELDS, _VARIANTS)(variant)
   if variant == "tiny":
     del config.estimators["importance"]
   return config

@@ -21,8 +21,7 @@ _FIELDS = {
     "model": "smollm2",
     "compute_dtype": "float32",
     "prompt_tokens": 1024,
-    "branches": 8,
-    "tail_tokens": 64,
+    "branches": 8, "tail_tokens": 64,
     "temperature": 1.0,
     "modes": ("full", "exact", "stop"),  # and "sampled"
     "sampled_chunks": 4.0,  # of a sampled prefix pass, expected
@@ -32,8 +31,7 @@ _FIELDS = {
     "memory_budget_gib": 4.0,
     "document": "",  # a text file; empty: the Python language reference
     "devices": 1,
-    "repeats": 3,
-    "seed": 0,
+    "repeats": 3, "seed": 0,
 }
 _VARIANTS = {
     "tiny": {

@@ -33,8 +33,7 @@ _FIELDS = {
     "chunk_size": 1024,
     "activations": "auto",
     "memory_budget_gib": 4.0,
-    "repeats": 3,
-    "seed": 0,
+    "repeats": 3, "seed": 0,
 }
 _VARIANTS = {
     "architectures": {

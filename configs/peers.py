@@ -30,8 +30,7 @@ _FIELDS = {
         "norm_eps": 1e-5,
     },
     "prefixes": (1024, 2048, 8192, 16384),  # prompt tokens
-    "branches": 8,
-    "tail_tokens": 64,
+    "branches": 8, "tail_tokens": 64,
     "peers": (
         "torch_full", "torch_full_batched", "prefix_grouper", "tunix",
         "ours_full", "ours_exact_keep", "ours_exact_recompute", "ours_stop",

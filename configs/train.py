@@ -166,7 +166,7 @@ _VARIANTS = {
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:
-  config = variants.config(_FIELDS, _VARIANTS, variant)
+  config = variants.getter(_FIELDS, _VARIANTS)(variant)
   if variant == "smollm2":  # other fields than those of the small model
     config.model = ml_collections.ConfigDict()
     config.task = ml_collections.ConfigDict({

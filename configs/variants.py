@@ -22,23 +22,22 @@ TINY_MODEL = {
 }
 
 
-def config(
-    fields: dict, variants: dict[str, dict], name: str = ""
-) -> ml_collections.ConfigDict:
-  """The config of a variant.
+def getter(
+    fields: dict, variants: dict[str, dict]
+) -> Callable[[str], ml_collections.ConfigDict]:
+  """The `get_config` of a config file.
 
   Args:
     fields: of the config without a variant.
     variants: by name, the fields that differ; of a nested config those alone.
-    name: of the variant; empty for none.
-
-  Raises:
-    ValueError: no variant of that name.
   """
-  found = ml_collections.ConfigDict(fields)
-  if name:
-    found.update(chosen(variants, name))
-  return found
+  def get_config(variant: str = "") -> ml_collections.ConfigDict:
+    found = ml_collections.ConfigDict(fields)
+    if variant:
+      found.update(chosen(variants, variant))
+    return found
+
+  return get_config
 
 
 def chosen(variants: dict[str, dict], name: str) -> dict:
@@ -48,10 +47,3 @@ def chosen(variants: dict[str, dict], name: str) -> dict:
         f"Unknown variant {name!r}: use one of {', '.join(variants)}."
     )
   return variants[name]
-
-
-def getter(
-    fields: dict, variants: dict[str, dict]
-) -> Callable[[str], ml_collections.ConfigDict]:
-  """The `get_config` of a config file, see `config`."""
-  return lambda name="": config(fields, variants, name)
