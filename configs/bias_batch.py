@@ -10,7 +10,7 @@ is Adam's direction from the one that exact gradients give?
   python -m experiments.bias_batch --config=configs/bias_batch.py
   python -m experiments.bias_batch --config.advantages=random
 
-Cost: a quarter of an hour and 10 GB of memory on two cores.
+Cost: some twenty-five minutes (estimated) and 10 GB of memory on two cores.
 `:tiny` adds two groups in two minutes and 8 GB.
 """
 
