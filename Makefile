@@ -25,13 +25,13 @@ MUTANTS ?=
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
-	  --config=configs/compare_smollm2.py
+	  --config=configs/compare_backward.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 train-tiny: $(READY)
-	$(BIN)/python -m experiments.train --config=configs/train_tiny.py
+	$(BIN)/python -m experiments.train --config=configs/train.py
 
 bench: $(READY)
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py
@@ -41,7 +41,7 @@ peers: $(READY) $(READY_PEERS)
 	$(BIN)/python -m experiments.peers --config=configs/peers.py $(PEERS)
 
 figures: $(READY)
-	$(BIN)/python -m experiments.figures
+	$(BIN)/python -m experiments.reporting.figures
 
 notebooks: $(READY)
 	$(BIN)/python notebooks/run.py
@@ -58,26 +58,26 @@ smoke: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false \
   --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 smoke: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
-	  --config=configs/compare_tiny.py
+	  --config=configs/compare_backward.py:tiny
 	$(BIN)/python -m experiments.compare_backward \
-	  --config=configs/compare_tiny.py --devices=8 --workdir=runs/tiny_devices
-	$(BIN)/python -m experiments.long_run --config=configs/long_run_tiny.py
-	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_tiny.py
-	$(BIN)/python -m experiments.bench_step --config=configs/bench_tiny.py
+	  --config=configs/compare_backward.py:tiny --devices=8 \
+	  --workdir=runs/tiny_devices
+	$(BIN)/python -m experiments.long_run --config=configs/long_run.py:tiny
+	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_sweep.py:tiny
+	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py:tiny
 	$(BIN)/python -m experiments.bench_rollout \
-	  --config=configs/bench_rollout_tiny.py
+	  --config=configs/bench_rollout.py:tiny
 	$(BIN)/python -m experiments.bench_accelerator \
-	  --config=configs/bench_accelerator_tiny.py
-	$(BIN)/python -m experiments.peers --config=configs/peers_tiny.py
-	$(BIN)/python -m experiments.bias_batch \
-	  --config=configs/bias_batch_tiny.py
+	  --config=configs/bench_accelerator.py:tiny
+	$(BIN)/python -m experiments.peers --config=configs/peers.py:tiny
+	$(BIN)/python -m experiments.bias_batch --config=configs/bias_batch.py:tiny
 	$(BIN)/python -m experiments.bias_training \
-	  --config=configs/bias_training_tiny.py
+	  --config=configs/bias_training.py:tiny
 	$(BIN)/python -m experiments.learning_curves \
-	  --config=configs/learning_smoke.py
+	  --config=configs/learning.py:tiny
 	$(BIN)/python -m experiments.time_breakdown \
-	  --config=configs/time_breakdown_tiny.py
-	$(BIN)/python -m experiments.adapting --config=configs/adapting_tiny.py
+	  --config=configs/time_breakdown.py:tiny
+	$(BIN)/python -m experiments.adapting --config=configs/adapting.py:tiny
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \

@@ -11,35 +11,36 @@ are in docs/bias.md.
   python -m experiments.bias_sweep --config=configs/bias_sweep.py
 
 Cost: hours on two cores; may be interrupted and started again, cases that are
-done are not run again.
+done are not run again. `:tiny` runs one case in a minute.
 """
 
-import ml_collections
+from configs import variants
 
-
-def get_config() -> ml_collections.ConfigDict:
-  return ml_collections.ConfigDict({
-      "model": "smollm2",
-      "documents": 5,
-      # (prompt tokens, tail tokens, branches, advantages, seeds).
-      "shapes": (
-          (128, 32, 4, "random", 5),
-          (512, 32, 4, "random", 5),
-          (1024, 32, 4, "random", 1),
-          (2048, 32, 4, "random", 2),
-          (512, 32, 4, "words", 1),
-          (512, 16, 4, "random", 1),
-          (512, 128, 4, "random", 1),
-          (512, 32, 2, "random", 1),
-          (512, 32, 16, "random", 1),
-      ),
-      # Shapes with the needle of a retrieval prompt at these places.
-      "retrieval": ((1024, 32, 8, 1),),
-      "depths": (0.1, 0.5, 0.9),
-      "chunks": 16,
-      # Every case: importance and uniform at a third of the chunks, and so many
-      # of the largest. The first seed of these shapes: other budgets too.
-      "top": 4,
-      "budgets": (2, 8),
-      "budget_shapes": ((512, 32, 4, "random"), (2048, 32, 4, "random")),
-  })
+_FIELDS = {
+    "model": "smollm2",
+    "documents": 5,
+    # (prompt tokens, tail tokens, branches, advantages, seeds).
+    "shapes": (
+        (128, 32, 4, "random", 5), (512, 32, 4, "random", 5),
+        (1024, 32, 4, "random", 1), (2048, 32, 4, "random", 2),
+        (512, 32, 4, "words", 1), (512, 16, 4, "random", 1),
+        (512, 128, 4, "random", 1), (512, 32, 2, "random", 1),
+        (512, 32, 16, "random", 1),
+    ),
+    # Shapes with the needle of a retrieval prompt at these places.
+    "retrieval": ((1024, 32, 8, 1),),
+    "depths": (0.1, 0.5, 0.9),
+    "chunks": 16,
+    # Every case: importance at a third of the chunks, and so many of the
+    # largest. The first seed of these shapes: other budgets too.
+    "top": 4,
+    "budgets": (2, 8),
+    "budget_shapes": ((512, 32, 4, "random"), (2048, 32, 4, "random")),
+}
+_VARIANTS = {
+    "tiny": {
+        "documents": 1, "shapes": ((256, 8, 2, "random", 1),), "retrieval": (),
+        "budgets": (),
+    },
+}
+get_config = variants.getter(_FIELDS, _VARIANTS)

@@ -18,41 +18,38 @@ of the compiler's, which shows in short prompts.
 Cost: about an hour and up to 20 GB of memory on two cores that do nothing else:
 OpenMP threads wait for each other at every operation, and lose more than XLA's
 by whatever else runs. May be interrupted: prompt lengths that are finished are
-kept and not run again.
+kept and not run again. `:tiny` runs ours alone, on a small model, in a minute.
 """
 
-import ml_collections
+from configs import variants
 
-
-def get_config() -> ml_collections.ConfigDict:
-  return ml_collections.ConfigDict({
-      "model": {
-          "vocab_size": 4096,
-          "width": 576,
-          "num_layers": 8,
-          "num_heads": 9,
-          "num_kv_heads": 3,
-          "head_dim": 64,
-          "ffn_width": 1536,
-          "max_positions": 32768,
-          # Tunix 0.1.7 rotates by this base whatever its config says.
-          "rope_theta": 1_000_000.0,
-          "norm_eps": 1e-5,
-      },
-      "prefixes": (1024, 2048, 8192, 16384),  # prompt tokens
-      "branches": 8,
-      "tail_tokens": 64,
-      "peers": (
-          "torch_full", "torch_full_batched", "prefix_grouper", "tunix",
-          "ours_full", "ours_exact_keep", "ours_exact_recompute", "ours_stop",
-      ),
-      "peers_python": ".venv-peers/bin/python",
-      "ours_full_up_to": 2048,  # prompt tokens
-      "threads": 2,
-      "memory_gib": 16.0,  # of one worker; idle ones hold their weights too
-      "limit_seconds": 600.0,  # of one gradient
-      "tolerance": 1e-4,  # between the gradients of the exact systems
-      "repeats": 3,
-      "once_above_seconds": 100.0,  # first gradient of who is timed only once
-      "seed": 0,
-  })
+_FIELDS = {
+    "model": variants.MEASURED_MODEL | {
+        # Tunix 0.1.7 rotates by this base whatever its config says.
+        "rope_theta": 1_000_000.0,
+        "norm_eps": 1e-5,
+    },
+    "prefixes": (1024, 2048, 8192, 16384),  # prompt tokens
+    "branches": 8, "tail_tokens": 64,
+    "peers": (
+        "torch_full", "torch_full_batched", "prefix_grouper", "tunix",
+        "ours_full", "ours_exact_keep", "ours_exact_recompute", "ours_stop",
+    ),
+    "peers_python": ".venv-peers/bin/python",
+    "ours_full_up_to": 2048,  # prompt tokens
+    "threads": 2,
+    "memory_gib": 16.0,  # of one worker; idle ones hold their weights too
+    "limit_seconds": 600.0,  # of one gradient
+    "tolerance": 1e-4,  # between the gradients of the exact systems
+    "repeats": 3,
+    "once_above_seconds": 100.0,  # first gradient of who is timed only once
+    "seed": 0,
+}
+_VARIANTS = {
+    "tiny": {
+        "model": variants.TINY_MODEL, "prefixes": (32,), "branches": 2,
+        "tail_tokens": 8,
+        "peers": ("ours_full", "ours_exact_keep", "ours_stop"), "repeats": 1,
+    },
+}
+get_config = variants.getter(_FIELDS, _VARIANTS)

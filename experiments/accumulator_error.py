@@ -8,22 +8,20 @@ accumulator as the reference.
 
   python -m experiments.accumulator_error
 
-Cost: about two minutes.
+Writes experiments/results/accumulator_error.json. Cost: about two minutes.
 """
 
-import pathlib
-
 from absl import app
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
 from branch_replay import compare
+from branch_replay.weights import load
 from experiments import cli
-from experiments import record
+from experiments.reporting import comparisons
+from experiments.reporting import record
 
-_FILE = pathlib.Path(__file__).parent / "results" / "accumulator_error.json"
 _PREFIX, _CHUNKS = 1088, (4, 32, 136)
 _CONFIG = br.ModelConfig(
     vocab_size=256, width=64, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -31,58 +29,44 @@ _CONFIG = br.ModelConfig(
 )
 
 
-def _loss(log_probs_GT, advantages_G):
-  return jnp.sum(log_probs_GT * advantages_G[:, None])
+def _errors(chunks: int, seed: int) -> tuple[float, float]:
+  """Relative error of the gradient, whole and of the worst parameter."""
+  rng = np.random.default_rng(seed)
+  model, params = load.random(_CONFIG, seed)
+  group = br.Group.create(
+      rng.integers(0, 256, _PREFIX + 1), rng.integers(0, 256, (4, 32)),
+      config=_CONFIG,
+  )
+  advantages_G = jnp.asarray([1.0, -1.0, 0.5, -0.5])
+  wanted, found = (
+      br.value_and_grad(
+          model, lambda log_probs_GT, a_G: jnp.sum(log_probs_GT * a_G[:, None]),
+          schedule=br.Schedule(
+              chunk_size=_PREFIX // chunks, accumulator_dtype=dtype
+          ),
+      )(params, group, advantages_G)[1]
+      for dtype in (None, "bfloat16")
+  )
+  distance = compare.compare(found, wanted)
+  return distance.relative_error, distance.worst_error
 
 
 def run(seeds: int = 3) -> dict:
-  """Relative error of the gradient, whole and worst parameter.
-
-  Args:
-    seeds: parameters and tokens to average over.
-
-  Returns:
-    What is written to the result file.
-  """
-  model = br.Decoder(_CONFIG)
+  """Writes and returns the errors, averaged over so many models."""
   cases = []
   for chunks in _CHUNKS:
-    errors = []
-    for seed in range(seeds):
-      rng = np.random.default_rng(seed)
-      params = model.init(
-          jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
-      )["params"]
-      group = br.Group.create(
-          rng.integers(0, 256, _PREFIX + 1), rng.integers(0, 256, (4, 32)),
-          config=_CONFIG,
-      )
-      advantages_G = jnp.asarray([1.0, -1.0, 0.5, -0.5])
-      wanted, found = (
-          br.value_and_grad(
-              model, _loss, schedule=br.Schedule(
-                  chunk_size=_PREFIX // chunks, accumulator_dtype=dtype
-              ),
-          )(params, group, advantages_G)[1]
-          for dtype in (None, "bfloat16")
-      )
-      distance = compare.compare(found, wanted)
-      errors.append((distance.relative_error, distance.worst_error))
-    whole, worst = np.mean(errors, axis=0)
+    whole, worst = np.mean(
+        [_errors(chunks, seed) for seed in range(seeds)], axis=0
+    )
     cases.append({
         "chunks": chunks, "relative_error": float(whole),
         "worst_parameter": float(worst), "seeds": seeds,
     })
-    print(cases[-1])
   found = {"environment": record.environment(), "cases": cases}
-  record.write_json(_FILE, found)
-  print(f"Wrote {_FILE}.")
+  record.write_json(record.RESULTS / "accumulator_error.json", found)
+  print(comparisons.rounding(found))
   return found
 
 
-def _main(_):
-  run()
-
-
 if __name__ == "__main__":
-  app.run(cli.without_words(_main))
+  app.run(cli.without_words(lambda _: run()))

@@ -17,7 +17,6 @@ import dataclasses
 import pathlib
 
 import jax
-import matplotlib
 import ml_collections
 import numpy as np
 
@@ -27,23 +26,23 @@ from branch_replay.training import loop
 from branch_replay.training import metrics
 from experiments import cli
 from experiments import learning_curves
-from experiments import record
 from experiments import train
+from experiments.reporting import record
+from experiments.reporting import training
+
+_STEP_FIELDS = (
+    "step", "reward/mean", "answer_length", "draft/accept_length", "draft/loss",
+    "time/rollout", "time/draft", "time/learn", "eval/reward",
+)
 
 
 def probe(config, problem: train.Problem, params, drafters: dict) -> dict:
-  """What drafters are worth to a policy, on held-out prompts.
-
-  Args:
-    config: of the experiment.
-    problem: of the training run.
-    params: of the policy now.
-    drafters: by name.
+  """Lets drafters draft for a policy on held-out prompts, and counts.
 
   Returns:
-    By name accept_length, tokens of a row per forward pass, of all rows and
-    of the longest row of each group; accepted, share of the drafts; and
-    rows_that_differ from those of the first drafter, by rounding.
+    By the drafter's name accept_length, tokens of a row per forward pass, of
+    all rows and of the longest row of each group; accepted, share of the
+    drafts; and rows_that_differ from those of the first drafter, by rounding.
   """
   phase = problem.run.phases[-1]
   totals, first = {}, []
@@ -85,10 +84,6 @@ def probe(config, problem: train.Problem, params, drafters: dict) -> dict:
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path):
   """Trains, and probes every `every` steps from `freeze_after` on.
 
-  Args:
-    config: configs/adapting.py.
-    workdir: where results.json, the figure and the run go.
-
   Returns:
     What results.json holds; None if the run was stopped by a signal.
 
@@ -105,14 +100,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path):
     )
   workdir = pathlib.Path(workdir).resolve()
   problem = train.build(base)
-  phase, params = problem.run.phases[-1], problem.params
-  cases = record.resume(workdir, config)
-  if len(problem.run.phases) > 1:
-    learning_curves.warm_up(config, config.seed, workdir)
-    params = learning_curves.warmed_up(config, config.seed, workdir)
+  phase = problem.run.phases[-1]
+  results = record.begin(config, cases=record.resume(workdir, config))
+  done = max((case["step"] for case in results["cases"]), default=0)
+  _, params = learning_curves.warm_up(config, config.seed, workdir)
   folder = workdir / "training"
   for steps in range(config.every, phase.steps + 1, config.every):
-    if steps <= max((case["step"] for case in cases), default=0):
+    if steps <= done:
       continue
     part = dataclasses.replace(
         problem.run, phases=(dataclasses.replace(phase, steps=steps),)
@@ -130,65 +124,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path):
         config, problem, trained, {"adapting": adapting, "frozen": frozen}
     )}
     record.append(workdir, case)
-    cases.append(case)
+    results["cases"].append(case)
     files.save(workdir / "drafter", adapting)
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "cases": cases,
-      "steps": [
-          {name: row[name] for name in (
-              "step", "reward/mean", "answer_length", "draft/accept_length",
-              "draft/loss", "time/rollout", "time/draft", "time/learn",
-              "eval/reward",
-          ) if name in row}
-          for row in metrics.read(folder)
-      ],
-  }
-  record.write_json(workdir / "results.json", results)
-  draw(results, workdir / "adapting.png")
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}, adapting.png and the drafter.")
-  return results
-
-
-def table(results: dict) -> str:
-  """Accept lengths of both drafters as lines of text."""
-  lines = ["step  frozen  adapting  drafts accepted: frozen  adapting"]
-  for case in results["cases"]:
-    frozen, adapting = case["frozen"], case["adapting"]
-    lines.append(
-        f"{case['step']:4}  {frozen['accept_length']:6.2f}  "
-        f"{adapting['accept_length']:8.2f}  {frozen['accepted']:23.2f}  "
-        f"{adapting['accepted']:8.2f}"
-    )
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: accept length and reward by step."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  figure, (left, right) = plt.subplots(
-      1, 2, figsize=(11, 4), layout="constrained"
+  results["steps"] = [
+      {name: row[name] for name in _STEP_FIELDS if name in row}
+      for row in metrics.read(folder)
+  ]
+  return record.finish(
+      workdir, results, table=training.adapted, draw=training.draw_adapted
   )
-  steps = [case["step"] for case in results["cases"]]
-  for name in ("adapting", "frozen"):
-    left.plot(
-        steps, [case[name]["accept_length"] for case in results["cases"]],
-        marker="o", label=f"{name} drafter",
-    )
-  left.set_xlabel("step")
-  left.set_ylabel("tokens of a row per forward pass")
-  left.legend()
-  rows = [row for row in results["steps"] if "reward/mean" in row]
-  right.plot(
-      [row["step"] for row in rows], [row["reward/mean"] for row in rows]
-  )
-  right.set_xlabel("step")
-  right.set_ylabel("mean reward of the rollouts")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import tqdm
 
@@ -26,17 +25,19 @@ from branch_replay import compare
 from branch_replay import flops
 from branch_replay.ops import kernels
 from branch_replay.schedule import check_mode
+from branch_replay.weights import load as load_lib
 from experiments import bench_step
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import speed
+from experiments.reporting import timing
 
 _POLICY = "recompute"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """What is compiled and timed at a time."""
+  """One program that is compiled and timed."""
 
   prefix: int
   mode: str
@@ -62,98 +63,68 @@ def implementations(config) -> tuple[list[str], dict[str, str]]:
   return here, not_here
 
 
-def _problem(config, prefix: int):
-  """Parameters, group, and the loss's arguments."""
-  model = br.ModelConfig(**config.model)
-  decoder = br.Decoder(model)
-  key = jax.random.key(config.seed)
-  params = decoder.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-  shape = prefix, config.branches, config.tail_tokens
-  group = bench_step.group_of(model, shape, config.seed)
-  advantages_G = jax.random.normal(key, (config.branches,))
-  tokens = config.branches * config.tail_tokens
-  weights_G = jnp.full(config.branches, 1 / tokens, jnp.float32)
-  return params, group, advantages_G, weights_G
-
-
-def _gradient(config, mode: str, attention: str, dtype: str):
+def _compiled(config, case: Case, dtype: str):
   model = dataclasses.replace(
       br.ModelConfig(**config.model), compute_dtype=dtype
   )
   schedule = br.Schedule(
       chunk_size=config.chunk_size, branches_at_once=1, activations=_POLICY,
-      attention=attention,
+      attention=case.attention,
   )
-  return br.value_and_grad(
-      br.Decoder(model), compare_backward.policy_gradient_loss,
-      prefix_gradient=mode, schedule=schedule,
+  return bench_step.compiled(
+      *load_lib.random(model, config.seed),
+      (case.prefix, config.branches, config.tail_tokens), case.mode,
+      schedule=schedule, seed=config.seed,
   )
 
 
 @functools.lru_cache(maxsize=2)  # of one prefix
 def _reference(config, prefix: int, mode: str):
   """In float32, products too, by the loops; exact's is that of whole rows."""
-  mode = {"exact": "full"}.get(mode, mode)
+  case = Case(prefix, {"exact": "full"}.get(mode, mode), "loops")
   with jax.default_matmul_precision("highest"):
-    _, grads = jax.jit(_gradient(config, mode, "loops", "float32"))(
-        *_problem(config, prefix)
-    )
-  return compare.named(grads)
+    call, _ = _compiled(config, case, "float32")
+    return compare.named(call()[1])
 
 
-def _seconds(function) -> float:
-  start = time.perf_counter()
-  jax.block_until_ready(function())
-  return time.perf_counter() - start
+def _work(config, case: Case) -> int:
+  return flops.gradient(
+      br.ModelConfig(**config.model), prefix=case.prefix,
+      branches=config.branches, tail=config.tail_tokens, mode=case.mode,
+      policy=_POLICY,
+  )
 
 
 def measure(config, case: Case) -> dict:
-  """What one case takes.
+  """Times one case; returns the fields of a run, see docs/formats.md.
 
   The first run is not among the timed ones, unless it alone takes the time of
   a case (`warm` is then false).
-
-  Returns:
-    Fields of a run, see docs/formats.md.
   """
-  model = br.ModelConfig(**config.model)
-  arguments = _problem(config, case.prefix)
-  function = _gradient(config, case.mode, case.attention, model.compute_dtype)
-  start = time.perf_counter()
-  compiled = jax.jit(function).lower(*arguments).compile()
-  compile_seconds = time.perf_counter() - start
-  memory = compiled.memory_analysis()
-  seconds = [_seconds(lambda: compiled(*arguments))]
+  call, known = _compiled(
+      config, case, br.ModelConfig(**config.model).compute_dtype
+  )
+  seconds = [timing.seconds(call)]
   warm = seconds[0] < config.case_seconds
   if warm:
     first = seconds.pop()
     while len(seconds) < config.repeats and (
         not seconds or first + sum(seconds) < config.case_seconds
     ):
-      seconds.append(_seconds(lambda: compiled(*arguments)))
-  work = flops.gradient(
-      model, prefix=case.prefix, branches=config.branches,
-      tail=config.tail_tokens, mode=case.mode, policy=_POLICY,
-  )
-  median = statistics.median(seconds)
+      seconds.append(timing.seconds(call))
+  work, median = _work(config, case), statistics.median(seconds)
   stats = jax.local_devices()[0].memory_stats() or {}
-  run = {
-      "seconds": seconds,
-      "seconds_median": median,
-      "warm": warm,
-      "compile_seconds": compile_seconds,
+  run = known | {
+      "seconds": seconds, "seconds_median": median, "warm": warm,
       "flops": work,
       "flops_per_second": work / median,
-      "argument_bytes": memory and memory.argument_size_in_bytes,
-      "temp_bytes": memory and memory.temp_size_in_bytes,
       "peak_bytes_so_far": stats.get("peak_bytes_in_use"),
   }
   if case.prefix <= config.reference_up_to:
-    _, grads = compiled(*arguments)
-    reference = _reference(
+    _, grads = call()
+    distance = compare.compare(grads, _reference(
         ml_collections.FrozenConfigDict(config), case.prefix, case.mode
-    )
-    distance = compare.compare(grads, reference)
+    ))
     run |= {
         "relative_error": distance.relative_error,
         "worst_parameter": distance.worst_parameter,
@@ -177,12 +148,7 @@ def left_out(
     return None if left > 0 else "no time was left"
   if "seconds" not in before:
     return f"not at P={before['prefix_tokens']} either"
-  work = flops.gradient(
-      br.ModelConfig(**config.model), prefix=case.prefix,
-      branches=config.branches, tail=config.tail_tokens, mode=case.mode,
-      policy=_POLICY,
-  )
-  expected = work / before["flops_per_second"]
+  expected = _work(config, case) / before["flops_per_second"]
   runs = 1 if expected >= config.case_seconds else 2
   needed = runs * expected + before["compile_seconds"]
   if needed > left:
@@ -202,24 +168,12 @@ def attempt(config, case: Case) -> dict:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the cases; see the module.
-
-  Args:
-    config: configs/bench_accelerator.py.
-    workdir: where results.json goes.
-
-  Returns:
-    What results.json holds.
-
-  Raises:
-    ValueError: a config that cannot be run.
-  """
+  """Runs the cases; ValueError for a config that cannot be run."""
   start = time.perf_counter()
   workdir = pathlib.Path(workdir).resolve()
   for mode in config.modes:
     check_mode(mode)
-  if config.repeats < 1:
-    raise ValueError(f"repeats={config.repeats}: measure at least once.")
+  timing.check(config.repeats)
   here, not_here = implementations(config)
   cases = [
       Case(prefix, mode, name)
@@ -227,9 +181,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       for mode in config.modes
       for name in here
   ]
-  results = {
-      "config": config.to_dict(), "not_here": not_here, "runs": [],
-  }
+  results = record.begin(config, not_here=not_here, runs=[])
   last = {}
   with tqdm.tqdm(cases, desc="cases") as bar:
     for case in bar:
@@ -243,42 +195,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
           "attention": case.attention, **found,
       }
       results["runs"].append(last[of])
-      results["environment"] = record.environment()
-      record.write_json(workdir / "results.json", results)
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
-
-
-def table(results: dict) -> str:
-  """The runs as text."""
-  lines = [
-      f"{results['environment']['device_kind']}, "
-      f"{results['config']['model']['compute_dtype']}",
-      f"{'P':>9}  {'mode':5} {'attention':9} {'s':>8} {'TFLOP/s':>8} "
-      f"{'temp MiB':>9} {'error':>8}",
-  ]
-  for name, reason in results["not_here"].items():
-    lines.append(f"{name}: {reason}")
-  for one in results["runs"]:
-    case = (
-        f"{one['prefix_tokens']:>9}  {one['mode']:5} {one['attention']:9} "
-    )
-    reasons = [
-        f"{key.replace('_', ' ')}: {one[key]}"
-        for key in ("left_out", "out_of_memory", "failed") if key in one
-    ]
-    if reasons:
-      lines.append(case + reasons[0])
-      continue
-    error = one.get("relative_error")
-    temporaries = one["temp_bytes"] or 0
-    lines.append(
-        f"{case}{one['seconds_median']:8.3f} "
-        f"{one['flops_per_second'] / 1e12:8.2f} {temporaries / 2**20:9.0f} "
-        + ("       –" if error is None else f"{error:8.1e}")
-    )
-  return "\n".join(lines)
+      record.save(workdir, results)
+  return record.finish(workdir, results, table=speed.attention)
 
 
 if __name__ == "__main__":

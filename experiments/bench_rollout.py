@@ -16,7 +16,6 @@ the drafter, on answers to other prompts. All variants run layers one by one
 import dataclasses
 import functools
 import pathlib
-import random
 import statistics
 import time
 
@@ -39,34 +38,26 @@ from branch_replay.training.drafting import buffer as buffer_lib
 from branch_replay.training.drafting import lessons as lessons_lib
 from branch_replay.training.drafting import trainer as trainer_lib
 from branch_replay.weights import chat
+from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from experiments import cli
-from experiments import compare_backward
 from experiments import prompts
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import rollouts
+from experiments.reporting import timing
 
 _CONTEXT = 64  # tokens before a piece of text that a drafter learns from
 _DRAFTERS = ("none", "ngram", "untrained", "learned")
 
 
 def prompt_of(
-    config: ml_collections.ConfigDict,
-    pretrained: pretrained_lib.Pretrained,
+    config: ml_collections.ConfigDict, pretrained: pretrained_lib.Pretrained,
     number: int = 0,
 ) -> list[int]:
-  """A part of a document and a question on it.
-
-  Args:
-    config: with `document` and `prompt_tokens`.
-    pretrained: whose tokenizer is used; a model without one reads bytes.
-    number: of the part; no two share text.
-  """
+  """A part of a document and a question on it; no two numbers share text."""
   characters = 10 * config.prompt_tokens  # more than a prompt can hold
   text = prompts.document(config.document)[number * characters :]
-  if pretrained.tokenizer is not None:
-    return prompts.about_document(pretrained, text, config.prompt_tokens)
-  data = text.encode()[: config.prompt_tokens]
-  return [byte % pretrained.config.vocab_size for byte in data]
+  return prompts.about_document(pretrained, text, config.prompt_tokens)
 
 
 def rest_of(
@@ -76,21 +67,14 @@ def rest_of(
   text = prompts.document(config.document)[parts * 10 * config.prompt_tokens :]
   if pretrained.tokenizer is not None:
     return chat.encode_text(pretrained, text).ids
-  return [byte % pretrained.config.vocab_size for byte in text.encode()]
+  return prompts.bytes_of(pretrained, text)
 
 
 def gaps(key, plain: br.Rollout, other: br.Rollout, prompt: int, vocab: int):
-  """How close the tokens were, where rows first differ; [] if none does.
+  """Gaps between the scores of two tokens where rows first differ.
 
   Both tokens were drawn at one place with the same noise, after the same
   tokens: their scores, log-prob plus noise, are all that told them apart.
-
-  Args:
-    key: of the rollouts.
-    plain: one of them.
-    other: the other, of the same rows.
-    prompt: tokens of the prompt.
-    vocab: V.
 
   Returns:
     |difference of the two scores| of every row that differs.
@@ -124,22 +108,15 @@ def noise_seconds(config, vocab: int) -> float:
           vocab, jnp.float32,
       )
   )
-  seconds = []
-  for turn in range(config.repeats + 1):
-    start = time.perf_counter()
-    jax.block_until_ready(draw(jax.random.key(turn)))
-    seconds.append(time.perf_counter() - start)
-  return statistics.median(seconds[1:])
+  times = timing.in_turns(
+      {"noise": lambda: draw(jax.random.key(0))}, config.repeats, warm=False
+  )
+  return statistics.median(times.wall["noise"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What is sampled.
-
-  Attributes:
-    config: of the benchmark.
-    pretrained: the model.
-  """
+  """A model, and how groups are sampled from it."""
 
   config: ml_collections.ConfigDict
   pretrained: pretrained_lib.Pretrained
@@ -161,9 +138,6 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   It is trained on answers to prompts of its own, none of which is timed, and on
   the rest of the document: there the model's own law after every token is known
   too, at the price of a forward pass.
-
-  Args:
-    problem: model and sizes.
 
   Returns:
     The drafters by name; prompts, updates, seconds of reading, of sampling and
@@ -198,9 +172,7 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
   ids_U = vocabulary.most_frequent(
       np.concatenate(seen), of.vocabulary, model.config.vocab_size
   )
-  untrained = Learned.create(
-      model, params, ids_U, jax.random.key(config.seed)
-  )
+  untrained = Learned.create(model, params, ids_U, jax.random.key(config.seed))
   trainer = trainer_lib.Trainer(
       model,
       optax.chain(
@@ -236,16 +208,10 @@ def learned_drafters(problem: Problem) -> tuple[dict, dict]:
 
 
 class Variant:
-  """One way to sample, with its tuner if it has one.
-
-  Args:
-    problem: model and sizes.
-    settings: (compact, drafter, draft length or "tuned").
-    drafters: by name.
-    layers: of `unstacked.layers`; None scans them.
-  """
+  """One way to sample, with its tuner if it has one."""
 
   def __init__(self, problem: Problem, settings, drafters: dict, layers):
+    """Takes (compact, drafter, draft length); layers=None scans them."""
     self.settings = self.compact, self.name, self.length = settings
     self._problem, self._drafter = problem, drafters[self.name]
     self._layers = layers
@@ -272,7 +238,7 @@ class Variant:
 
 
 def describe(rollouts: list[br.Rollout]) -> dict:
-  """What the rollouts of one variant did."""
+  """Counts over the rollouts of one variant."""
   def total(field):
     return sum(int(np.sum(getattr(one, field))) for one in rollouts)
 
@@ -318,20 +284,9 @@ def _check(config) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Measures every variant; see the module.
-
-  Args:
-    config: configs/bench_rollout.py.
-    workdir: where results.json goes.
-
-  Returns:
-    What it holds.
-
-  Raises:
-    ValueError: a config that cannot be run.
-  """
+  """Measures every variant; ValueError for a config that cannot be run."""
   _check(config)
-  pretrained = compare_backward.load(config.model, seed=config.seed)
+  pretrained = load_lib.load(config.model, seed=config.seed)
   problem, vocab = Problem(config, pretrained), pretrained.config.vocab_size
   prompt = prompt_of(config, pretrained)
   keys = [jax.random.key(config.seed + i) for i in range(config.rollouts)]
@@ -345,9 +300,11 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       Variant(problem, one, drafters, layers) for one in config.variants
   ]
   variants.append(Variant(problem, (True, "none", 0), drafters, layers=None))
-  sample = functools.partial(_sample, prompt, state, keys)
 
-  runs, plain = [], None
+  def sample(variant: Variant) -> list[br.Rollout]:
+    return [variant.sample(prompt, state, key) for key in keys]
+
+  runs, plain, last = [], None, {}
   for variant in (bar := tqdm.tqdm(variants)):
     bar.set_description(f"compiling {variant.settings}")
     first = sample(variant)
@@ -361,57 +318,30 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     runs.append({
         "compact": variant.compact, "drafter": variant.name,
         "draft_length": variant.length, "rows_that_differ": len(differ),
-        "largest_gap": max(differ, default=0.0), "seconds": [],
+        "largest_gap": max(differ, default=0.0),
     })
-  lengths = [one.lengths.tolist() for one in plain]
-  order, last = random.Random(config.seed), {}
-  for _ in tqdm.trange(config.repeats, desc="turns"):
-    for index in order.sample(range(len(runs)), len(runs)):
-      start = time.perf_counter()
-      last[index] = sample(variants[index])
-      runs[index]["seconds"].append(time.perf_counter() - start)
+
+  def again(index):
+    last[index] = sample(variants[index])
+
+  seconds = timing.in_turns(
+      {i: functools.partial(again, i) for i in range(len(runs))},
+      config.repeats, seed=config.seed,
+  ).wall
   for index, one in enumerate(runs):
-    one |= describe(last[index])
+    one |= {"seconds": seconds[index], **describe(last[index])}
     one["seconds_median"] = statistics.median(one["seconds"])
     one["tokens_per_second"] = one["tokens"] / one["seconds_median"]
     one["speedup"] = one["tokens_per_second"] / runs[0]["tokens_per_second"]
   *runs, scanned = runs
-  results = {
-      "environment": record.environment(),
-      "config": config.to_dict(),
-      "noise_seconds": noise_seconds(config, vocab),
-      "training": training,
-      "lengths": lengths,
-      "runs": runs,
-      "scanned": scanned,
-  }
-  record.write_json(workdir / "results.json", results)
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
-
-
-def _sample(prompt, state, keys, variant: Variant) -> list[br.Rollout]:
-  return [variant.sample(prompt, state, key) for key in keys]
-
-
-def table(results: dict) -> str:
-  """The runs as lines of text."""
-  lines = [
-      "compact  drafter    drafts  tokens/s  speed-up  accept length  rows"
-  ]
-  for one in results["runs"]:
-    lines.append(
-        f"{str(one['compact']):7}  {one['drafter']:9}  "
-        f"{one['draft_length']:>6}  "
-        f"{one['tokens_per_second']:8.1f}  {one['speedup']:7.2f}×  "
-        f"{one['accept_length']:13.2f}  {one['rows_that_differ']:11}"
-    )
-  lines.append(
-      "with layers scanned, compacted, without drafts: "
-      f"{results['scanned']['tokens_per_second']:.1f} tokens/s"
+  results = record.begin(
+      config, noise_seconds=noise_seconds(config, vocab), training=training,
+      lengths=[one.lengths.tolist() for one in plain], runs=runs,
+      scanned=scanned,
   )
-  return "\n".join(lines)
+  return record.finish(
+      workdir, results, table=rollouts.table, draw=rollouts.draw
+  )
 
 
 if __name__ == "__main__":

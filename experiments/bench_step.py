@@ -3,9 +3,8 @@
 """Times one gradient over a grid of prefixes, group sizes and tail lengths.
 
 In a case (one shape) all modes are compiled and run once; then they and a large
-matrix product are timed in turns, in a new random order every turn, so that
-what else the machine does falls on all alike. Cases are appended to cases.jsonl
-as they finish; results.json and bench.png are drawn from them.
+matrix product are timed in turns. Cases are appended to cases.jsonl as they
+finish; results.json and figure.png are drawn from them.
 
   python -m experiments.bench_step --config=configs/bench_step.py
 """
@@ -13,9 +12,7 @@ as they finish; results.json and bench.png are drawn from them.
 import functools
 import itertools
 import pathlib
-import random
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +24,12 @@ import branch_replay as br
 from branch_replay import flops
 from branch_replay import state as state_lib
 from branch_replay.schedule import check_mode
-from experiments import bench_report
+from branch_replay.weights import load as load_lib
 from experiments import cli
 from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import speed
+from experiments.reporting import timing
 
 Shape = tuple[int, int, int]  # P, G, T
 
@@ -73,42 +72,36 @@ def group_of(model: br.ModelConfig, shape: Shape, seed: int) -> br.Group:
   return group
 
 
+def _chunks(config, shape: Shape) -> int:
+  return state_lib.chunks(shape[0], config.chunk_size, 1).count
+
+
 def left_out(config, shape: Shape, mode: str) -> str | None:
   """Why a mode is not run on a shape, or None."""
-  prefix = shape[0]
-  if mode == "full" and prefix > config.full_up_to:
+  if mode == "full" and shape[0] > config.full_up_to:
     return f"full is run up to P={config.full_up_to}"
-  chunks = state_lib.chunks(prefix, config.chunk_size, 1).count
-  if mode == "sampled" and chunks < config.sampled_chunks:
+  if mode == "sampled" and _chunks(config, shape) < config.sampled_chunks:
     return f"fewer than {config.sampled_chunks} chunks to draw from"
   return None
 
 
-def compiled(config, decoder, params, shape: Shape, mode: str, policy: str):
-  """One variant, compiled: () -> (Evaluation, grads), and its record."""
-  prefix, branches, tail = shape
-  group = group_of(decoder.config, shape, config.seed)
-  chunks = state_lib.chunks(prefix, config.chunk_size, 1).count
-  rng = np.random.default_rng(config.seed)
-  advantages_G = jnp.asarray(rng.normal(size=branches), jnp.float32)
-  weights_G = jnp.full(branches, 1 / (branches * tail), jnp.float32)
+def compiled(
+    decoder, params, shape: Shape, mode: str, *, schedule: br.Schedule,
+    sampling: br.Sampling | None = None, seed: int = 0,
+):
+  """One gradient, compiled: () -> (Evaluation, grads), and its record."""
+  _, branches, tail = shape
   function = br.value_and_grad(
       decoder, compare_backward.policy_gradient_loss, prefix_gradient=mode,
-      schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
-      sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
+      schedule=schedule, sampling=sampling or br.Sampling(),
   )
-  args, key = (params, group, advantages_G, weights_G), jax.random.key(0)
-  start = time.perf_counter()
-  executable = jax.jit(function).lower(*args, key=key).compile()
-  memory = executable.memory_analysis()
-  return functools.partial(executable, *args, key=key), {
-      "mode": mode,
-      "activations": policy,
-      "chunks": chunks,
-      "compile_seconds": time.perf_counter() - start,
-      "temp_bytes": memory and memory.temp_size_in_bytes,
-      "seconds": [],
-  }
+  rng = np.random.default_rng(seed)
+  return timing.compiled(
+      function, params, group_of(decoder.config, shape, seed),
+      jnp.asarray(rng.normal(size=branches), jnp.float32),
+      jnp.full(branches, 1 / (branches * tail), jnp.float32),
+      key=jax.random.key(0),
+  )
 
 
 def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
@@ -127,18 +120,7 @@ def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
 
 
 def measure(config, decoder, params, shape: Shape, describe) -> dict:
-  """Everything that is measured on one shape.
-
-  Args:
-    config: see configs/bench_step.py.
-    decoder: the model.
-    params: its parameters.
-    shape: P, G, T.
-    describe: told what is being done, for a progress bar.
-
-  Returns:
-    A line of cases.jsonl.
-  """
+  """A line of cases.jsonl; `describe` is told what is being done."""
   runs, functions = [], {}
   for mode, policy in config.variants:
     reason = left_out(config, shape, mode)
@@ -146,7 +128,13 @@ def measure(config, decoder, params, shape: Shape, describe) -> dict:
       runs.append({"mode": mode, "activations": policy, "left_out": reason})
       continue
     describe(f"{mode}, {policy}: compiling")
-    function, run_ = compiled(config, decoder, params, shape, mode, policy)
+    chunks = _chunks(config, shape)
+    function, known = compiled(
+        decoder, params, shape, mode, seed=config.seed,
+        schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
+        sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
+    )
+    run_ = {"mode": mode, "activations": policy, "chunks": chunks, **known}
     evaluation, _ = jax.block_until_ready(function())
     count(run_, decoder.config, shape, evaluation)
     functions[len(runs)] = function
@@ -155,21 +143,14 @@ def measure(config, decoder, params, shape: Shape, describe) -> dict:
   product = jax.jit(jnp.dot).lower(matrix, matrix).compile()
   functions["matrix"] = functools.partial(product, matrix, matrix)
   jax.block_until_ready(functions["matrix"]())
-  matrix_seconds = []
-  order = random.Random(config.seed)
-  for turn in range(config.repeats):
-    describe(f"turn {turn + 1} of {config.repeats}")
-    for name in order.sample(list(functions), len(functions)):
-      start = time.perf_counter()
-      jax.block_until_ready(functions[name]())
-      seconds = time.perf_counter() - start
-      where = matrix_seconds if name == "matrix" else runs[name]["seconds"]
-      where.append(seconds)
-  prefix, branches, tail = shape
-  case = {
-      "prefix_tokens": prefix,
-      "branches": branches,
-      "tail_tokens": tail,
+  seconds = timing.in_turns(
+      functions, config.repeats, seed=config.seed,
+      report=lambda turn, _: describe(f"turn {turn + 1} of {config.repeats}"),
+  ).wall
+  matrix_seconds = seconds.pop("matrix")
+  for number, mine in seconds.items():
+    runs[number]["seconds"] = mine
+  case = dict(zip(speed.AXES, shape, strict=True)) | {
       "matrix_seconds": matrix_seconds,
       "matrix_flops_per_second": (
           2 * config.matrix**3 / statistics.median(matrix_seconds)
@@ -193,67 +174,44 @@ def relate(case: dict) -> None:
     run_["share_of_matrix"] = rate / case["matrix_flops_per_second"]
 
 
-def _check(config) -> None:
+def _check(config, model) -> None:
   for mode, policy in config.variants:
     check_mode(mode)
     br.Schedule(chunk_size=config.chunk_size, activations=policy)
   if len(set(config.variants)) < len(config.variants):
     raise ValueError(f"variants={config.variants}: name each once.")
-  if config.repeats < 1:
-    raise ValueError(f"repeats={config.repeats}: measure at least once.")
+  timing.check(config.repeats)
   if not 0 < config.sampled_share <= 1:
     raise ValueError(
         f"sampled_share={config.sampled_share} must lie in (0, 1]."
     )
+  for shape in shapes(config):
+    group_of(model, shape, config.seed)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the cases that are not done yet; see the module.
-
-  Args:
-    config: configs/bench_step.py.
-    workdir: holds cases.jsonl, results.json and bench.png.
-
-  Returns:
-    What results.json holds.
+  """Runs the cases that are not done yet.
 
   Raises:
     ValueError: a config that cannot be run, or a workdir of another config.
   """
   workdir = pathlib.Path(workdir).resolve()
-  _check(config)
   model = br.ModelConfig(**config.model)
-  for shape in shapes(config):
-    group_of(model, shape, config.seed)
+  _check(config, model)
   done = record.resume(workdir, config)
-  known = {
-      (case["prefix_tokens"], case["branches"], case["tail_tokens"])
-      for case in done
-  }
+  known = {speed.shape_of(case) for case in done}
   waiting = [shape for shape in shapes(config) if shape not in known]
-  decoder = br.Decoder(model)
-  params = decoder.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  decoder, params = load_lib.random(model, config.seed)
   with tqdm.tqdm(waiting, desc="cases") as bar:
     for shape in bar:
-      prefix, branches, tail = shape
-      bar.set_description(f"P={prefix} G={branches} T={tail}")
+      bar.set_description("P={} G={} T={}".format(*shape))
       done.append(measure(
           config, decoder, params, shape, bar.set_postfix_str
       ))
       record.append(workdir, done[-1])
-  results = {
-      "environment": record.environment(),
-      "config": config.to_dict(),
-      "cases": sorted(done, key=bench_report.shape_of),
-  }
-  results["growth"] = bench_report.growth(results["cases"])
-  record.write_json(workdir / "results.json", results)
-  bench_report.draw(results, workdir / "bench.png")
-  print(bench_report.table(results))
-  print(f"Wrote {workdir / 'results.json'} and bench.png beside it.")
-  return results
+  results = record.begin(config, cases=sorted(done, key=speed.shape_of))
+  results["growth"] = speed.growth(results["cases"])
+  return record.finish(workdir, results, table=speed.table, draw=speed.draw)
 
 
 if __name__ == "__main__":

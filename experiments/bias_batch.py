@@ -21,20 +21,19 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import ml_collections
 import numpy as np
 import optax
 import tqdm
 
 import branch_replay as br
-from branch_replay import chunk_sampling
+from branch_replay import compare
+from branch_replay import estimators
 from experiments import bias_sweep
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
-
-_MEASURES = ("cosine", "relative_error", "norm_ratio")
+from experiments import prompts
+from experiments.reporting import bias
+from experiments.reporting import record
 
 
 class Sums:
@@ -54,24 +53,16 @@ class Sums:
         name: (jax.tree.map(jnp.zeros_like, params), adam.init(params))
         for name in names
     }
-    self._total_dots = jax.jit(
-        lambda one, other: bias_sweep.moments(one[0], other[0])
-    )
-    self._adam_dots = jax.jit(
-        lambda one, other: bias_sweep.moments(
-            self.direction(one), self.direction(other)
-        )
-    )
 
   def add(self, name: str, gradient):
     self._running[name] = self._add(self._running[name], gradient)
 
-  def direction(self, running):
+  def direction(self, name: str):
     """Adam's last update: m̂ / (√v̂ + ε), with both moments corrected.
 
     Source: Kingma and Ba 2014, https://arxiv.org/abs/1412.6980.
     """
-    _, (count, first, second) = running
+    _, (count, first, second) = self._running[name]
     first = optax.tree.bias_correction(first, self._config.b1, count)
     second = optax.tree.bias_correction(second, self._config.b2, count)
     return jax.tree.map(
@@ -83,13 +74,15 @@ class Sums:
     return float(optax.tree.norm(self._running[name][0]))
 
   def distance(self, name: str) -> dict:
-    """How far the sum and Adam's direction are from those of exact."""
-    pair = self._running[name], self._running["exact"]
-    far = bias_sweep.distance(self._total_dots(*pair))
-    adam = bias_sweep.distance(self._adam_dots(*pair))
-    return {measure: far[measure] for measure in _MEASURES} | {
-        "adam_cosine": adam["cosine"]
-    }
+    """Distances of the sum and of Adam's direction from those of exact."""
+    total, exact = (self._running[x][0] for x in (name, "exact"))
+    adam = compare.compare(self.direction(name), self.direction("exact"))
+    return _measures(total, exact) | {"adam_cosine": adam.cosine}
+
+
+def _measures(gradient, exact) -> dict:
+  far = compare.compare(gradient, exact)
+  return {name: getattr(far, name) for name in bias.MEASURES}
 
 
 def gradients(config, params, parts, group, advantages_G, key):
@@ -100,13 +93,13 @@ def gradients(config, params, parts, group, advantages_G, key):
       parts.finish, params=params, grads=stop, accumulator=accumulator,
       state=state,
   )
-  yield "exact", finish(parts.task(group, "exact"), uniform_N=None)[0]
+  yield "exact", finish(parts.spec(group, "exact"), uniform_N=None)[0]
   yield "stop", stop
-  uniform_N = chunk_sampling.uniforms(key, config.chunks)
+  uniform_N = estimators.uniforms(key, config.chunks)
   for law, budget in config.estimators.items():
     sampling = br.Sampling(chunks=budget, law=law)
-    task = parts.task(group, "sampled", sampling)
-    yield law, finish(task, uniform_N=uniform_N)[0]
+    spec = parts.spec(group, "sampled", sampling)
+    yield law, finish(spec, uniform_N=uniform_N)[0]
 
 
 def names(config) -> list[str]:
@@ -143,20 +136,14 @@ def add_group(config, pretrained, case, texts, parts, sums: Sums) -> dict:
       exact = gradient
       result["exact_norm"] = float(optax.tree.norm(exact))
     else:
-      far = bias_sweep.distance(parts.moments(gradient, exact))
-      result["estimators"][name] = {m: far[m] for m in _MEASURES}
+      result["estimators"][name] = _measures(gradient, exact)
     sums.add(name, gradient)
     del gradient
   return result
 
 
-def compare(config, sums: Sums, groups: list[dict]) -> dict:
+def compared(config, sums: Sums, groups: list[dict]) -> dict:
   """The sums of the groups so far, against that of exact.
-
-  Args:
-    config: names the estimators.
-    sums: of those groups.
-    groups: what `add_group` returned for each, without the dead.
 
   Returns:
     Of the exact sum its norm and coherence ‖Σᵢ gᵢ‖² / Σᵢ ‖gᵢ‖², 1 for
@@ -180,46 +167,28 @@ def compare(config, sums: Sums, groups: list[dict]) -> dict:
   return result
 
 
-def _check(config, pretrained):
-  if pretrained.tokenizer is None:
-    raise ValueError(f"model={config.model!r} has no tokenizer.")
-  if config.advantages not in ("words", "random"):
-    raise ValueError(
-        f"Unknown advantages={config.advantages!r}: use 'words' or 'random'."
-    )
-  for law, budget in config.estimators.items():
-    br.Sampling(chunks=budget, law=law)  # or an error, before any work
-
-
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Adds up all groups; see the module.
-
-  Args:
-    config: configs/bias_batch.py.
-    workdir: where results.json and bias_batch.png go.
-
-  Returns:
-    What results.json holds.
+  """Adds up all groups.
 
   Raises:
     ValueError: a config that cannot be run, before anything is added, or
       groups that are all dead.
   """
   workdir = pathlib.Path(workdir).resolve()
-  pretrained = compare_backward.load(config.model)
-  texts = bias_sweep.documents()
-  _check(config, pretrained)
+  pretrained, texts = bias_sweep.load(config.model), prompts.texts()
+  if config.advantages not in ("words", "random"):
+    raise ValueError(
+        f"Unknown advantages={config.advantages!r}: use 'words' or 'random'."
+    )
+  for law, budget in config.estimators.items():
+    br.Sampling(chunks=budget, law=law)  # or an error, before any work
   if (workdir / "results.json").exists():
     print(f"{workdir / 'results.json'} is of an earlier run, whose sums are "
           "not kept: starting anew, it will be overwritten.")
-  size = -(-(config.prompt_tokens - 1) // config.chunks)
-  parts = bias_sweep.Study(
-      pretrained.model, br.Schedule(chunk_size=size, activations="keep")
+  parts = bias_sweep.study_of(
+      pretrained.model, config.prompt_tokens, config.chunks
   )
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "groups": [], "sums": [],
-  }
+  results = record.begin(config, groups=[], sums=[])
   sums, alive = Sums(config, pretrained.params, names(config)), []
   studied = cases(config)
   for case in tqdm.tqdm(studied, unit="group"):
@@ -228,73 +197,20 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
     if "dead" not in group:
       alive.append(group)
       if len(alive) in config.counts:
-        results["sums"].append(compare(config, sums, alive))
-        record.write_json(workdir / "results.json", results)
+        results["sums"].append(compared(config, sums, alive))
+        record.save(workdir, results)
   if not alive:
     raise ValueError(
         f"All answers to each of {len(studied)} prompts have the same reward: "
         "nothing to add. Take more tail_tokens or branches."
     )
   if len(alive) not in config.counts:
-    results["sums"].append(compare(config, sums, alive))
+    results["sums"].append(compared(config, sums, alive))
   results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
-  record.write_json(workdir / "results.json", results)
-  draw(results, workdir / "bias_batch.png")
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'} and bias_batch.png beside it.")
-  return results
-
-
-def table(results: dict) -> str:
-  """Cosines, errors and coherences by count, as text."""
-  dead = sum("dead" in group for group in results["groups"])
-  lines = [
-      f"{results['config']['advantages']} advantages, {dead} dead groups",
-      "             cosine  error  norm  Adam cosine  error coherence",
-  ]
-  for row in results["sums"]:
-    lines.append(f"  n={row['n']}, exact: {row['exact_coherence']:.2f}")
-    for name, far in row["estimators"].items():
-      values = "  ".join(
-          f"{far[measure]:5.3f}"
-          for measure in (*_MEASURES, "adam_cosine", "error_coherence")
-      )
-      lines.append(f"    {name:<11}{values}")
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: each measure of the sums against their size."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  titles = {
-      "cosine": "cosine of the sum with exact's",
-      "relative_error": "relative error of the sum",
-      "adam_cosine": "cosine of Adam's direction with exact's",
-      "error_coherence": "coherence of errors: 1 independent, n equal",
-  }
-  sums = results["sums"]
-  counts = [row["n"] for row in sums]
-  figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-  for axis, (measure, title) in zip(axes.flat, titles.items(), strict=True):
-    for name in sums[0]["estimators"]:
-      axis.plot(
-          counts, [row["estimators"][name][measure] for row in sums],
-          marker="o", label=name,
-      )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(counts, counts)
-    axis.set_xlabel("groups added")
-    axis.set_title(title, fontsize=10)
-  axes[1, 1].plot(
-      counts, [row["exact_coherence"] for row in sums], "k:",
-      label="the exact gradients",
+  return record.finish(
+      workdir, results, draw=bias.draw_sums,
+      table=lambda results: f"{bias.groups(results)}\n{bias.sums(results)}",
   )
-  axes[1, 1].legend(fontsize=8)
-  figure.suptitle(f"{results['config']['advantages']} advantages", fontsize=10)
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
 
 
 if __name__ == "__main__":

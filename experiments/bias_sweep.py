@@ -12,7 +12,6 @@ cases.jsonl as they finish; results.json summarises them.
 
 import dataclasses
 import functools
-import importlib.util
 import pathlib
 
 import jax
@@ -22,34 +21,24 @@ import numpy as np
 import tqdm
 
 import branch_replay as br
-from branch_replay import chunk_sampling
 from branch_replay import compare
-from branch_replay import engine
-from branch_replay import passes
-from branch_replay import prefix_replay
+from branch_replay import compiled
+from branch_replay import estimators as estimators_lib
+from branch_replay import gradients
 from branch_replay import readout
+from branch_replay import spec as spec_lib
+from branch_replay import steps
+from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
-from experiments import bias_report
 from experiments import cli
 from experiments import compare_backward
 from experiments import prompts
-from experiments import record
+from experiments.reporting import bias
+from experiments.reporting import record
 
-# Real text that ships with Python: its language reference, and the source of
-# modules that are mostly prose or mostly code.
-_SOURCES = ("_pydecimal", "argparse", "tarfile", "statistics")
 _BINS = 64  # of the profile over positions
 _NEEDLE = "Note: the access code of the archive is {code}."
 _ASK = "What is the access code of the archive? Answer with the number only."
-
-
-def documents() -> list[str]:
-  """Five long texts."""
-  texts = [prompts.document("")]
-  for name in _SOURCES:
-    file = importlib.util.find_spec(name).origin
-    texts.append(pathlib.Path(file).read_text(encoding="utf-8"))
-  return texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +123,9 @@ class Study:
     self._model, self._schedule = model, schedule
     self.visit = jax.jit(self._visit)
     self.finish = jax.jit(self._finish, static_argnums=0)
-    self.moments = jax.jit(moments)
 
-  def task(self, group, mode, sampling=chunk_sampling.Sampling()):
-    return prefix_replay.make_task(
+  def spec(self, group, mode, sampling=br.Sampling()):
+    return gradients.make_spec(
         self._model, group, readout.LogProbs(), mode, self._schedule, sampling
     )
 
@@ -150,54 +138,31 @@ class Study:
     weight = 1.0 / jnp.maximum(jnp.sum(group.tail_lengths), 1)
     weights_G = jnp.full(advantages_G.shape, weight)
     accumulator = tuple(jnp.zeros_like(x) for x in state.mixer)
-    return engine.visit_branches(
-        self.task(group, "exact"), params, engine.zero_grads(params),
+    cotangent = spec_lib.cotangent_of(compare_backward.policy_gradient_loss)
+    return compiled.visit_branches(
+        self.spec(group, "exact"), params, spec_lib.zero_grads(params),
         accumulator, state, group,
-        passes.cotangent_of(compare_backward.policy_gradient_loss),
-        (advantages_G, weights_G),
+        steps.Pull(cotangent, (advantages_G, weights_G)),
     )[:2]
 
-  def _finish(self, task, params, grads, accumulator, state, uniform_N):
-    return passes.prefix_pass(
-        task, params, grads, accumulator, state, uniform_N
+  def _finish(self, spec, params, grads, accumulator, state, uniform_N):
+    return compiled.pop_chunks(
+        spec, params, grads, accumulator, state, uniform_N
     )
 
 
-def moments(gradient, reference):
-  """Dot products g·r, g·g, r·r of every matrix, one a layer."""
-  def dots(path, g, r):
-    layered = path[0].key == "layers"
-    axes = tuple(range(int(layered), g.ndim))
-    return jnp.stack([
-        jnp.sum(g * r, axes), jnp.sum(g * g, axes), jnp.sum(r * r, axes)
-    ])
-
-  return jax.tree_util.tree_map_with_path(dots, gradient, reference)
-
-
-def distance(dots) -> dict:
+def distance(gradient, reference) -> dict:
   """Cosine, relative error and norm ratio, whole, by matrix and by layer."""
-  dots = {
-      name: leaf.astype(np.float64).reshape(3, -1)
-      for name, leaf in compare.named(dots).items()
-  }
-
-  def cosine(gr, gg, rr):
-    return float(gr / np.sqrt(max(gg * rr, 1e-300)))
-
-  gr, gg, rr = sum(leaf.sum(axis=1) for leaf in dots.values())
+  far = compare.compare(gradient, reference)
   return {
-      "cosine": cosine(gr, gg, rr),
-      "relative_error": float(np.sqrt(max(gg - 2 * gr + rr, 0) / rr)),
-      "norm_ratio": float(np.sqrt(gg / rr)),
+      **{name: getattr(far, name) for name in bias.MEASURES},
       "per_matrix_cosine": {
-          name: round(cosine(*leaf.sum(axis=1)), 4)
-          for name, leaf in dots.items()
+          name: round(x, 4) for name, x in far.per_matrix_cosine.items()
       },
       "per_layer_cosine": {
-          name: [round(cosine(*layer), 4) for layer in leaf.T]
-          for name, leaf in dots.items()
-          if leaf.shape[1] > 1 and name.endswith("kernel")
+          name: [round(x, 4) for x in layers]
+          for name, layers in far.per_layer_cosine.items()
+          if name.endswith("kernel")
       },
   }
 
@@ -233,19 +198,18 @@ def estimators(config, case: Case):
   """The estimators studied on a case."""
   if case.prompt_tokens < 16 * config.chunks:
     return
-  for law in ("importance", "uniform"):
-    yield br.Sampling(chunks=config.chunks / 3, law=law)
+  yield br.Sampling(chunks=config.chunks / 3)
   yield br.Sampling(chunks=float(config.top), law="top")
   shape = dataclasses.astuple(case)[2:6]
   if case.seed == 0 and shape in map(tuple, config.budget_shapes):
     for budget in config.budgets:
-      for law in ("importance", "uniform", "top"):
+      for law in bias.LAWS:
         yield br.Sampling(chunks=float(budget), law=law)
 
 
 def check_chunks(config, group: br.Group, parts: Study) -> None:
   """Raises ValueError unless the prompt makes as many chunks as asked for."""
-  count = parts.task(group, "exact").chunks(group.prompt.shape[0] - 1).count
+  count = parts.spec(group, "exact").chunks(group.prompt.shape[0] - 1).count
   if count != config.chunks:
     raise ValueError(
         f"A prompt of {int(group.prompt_length)} tokens makes {count} chunks, "
@@ -271,36 +235,43 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
       parts.finish, params=params, grads=stop, accumulator=accumulator,
       state=state,
   )
-  exact, whole, _ = finish(parts.task(group, "exact"), uniform_N=None)
+  exact, whole, _ = finish(parts.spec(group, "exact"), uniform_N=None)
   result["profile"] = profile(whole, length)
   del whole
-  result["stop"] = distance(parts.moments(stop, exact))
-  update = parts.moments(_adam_update(stop), _adam_update(exact))
-  result["stop_adam_cosine"] = distance(update)["cosine"]
-  uniform_N = chunk_sampling.uniforms(draw_key(case), config.chunks)
+  result["stop"] = distance(stop, exact)
+  result["stop_adam_cosine"] = compare.compare(
+      _adam_update(stop), _adam_update(exact)
+  ).cosine
+  uniform_N = estimators_lib.uniforms(draw_key(case), config.chunks)
   for sampling in estimators(config, case):
-    task = parts.task(group, "sampled", sampling)
-    gradient, _, report = finish(task, uniform_N=uniform_N)
-    far = distance(parts.moments(gradient, exact))
+    spec = parts.spec(group, "sampled", sampling)
+    gradient, _, report = finish(spec, uniform_N=uniform_N)
+    far = compare.compare(gradient, exact)
     result["estimators"].append({
         "law": sampling.law, "budget": sampling.chunks,
         "chunks_run": int(report.drawn.sum()),
-        **{name: far[name] for name in (
-            "cosine", "relative_error", "norm_ratio")},
+        **{name: getattr(far, name) for name in bias.MEASURES},
     })
     del gradient
   return result
 
 
+def study_of(model: br.Decoder, prompt_tokens: int, chunks: int) -> Study:
+  """The pieces for prompts of one length, in so many chunks."""
+  size = -(-(prompt_tokens - 1) // chunks)
+  return Study(model, br.Schedule(chunk_size=size, activations="keep"))
+
+
+def load(name: str) -> pretrained_lib.Pretrained:
+  """A model with a tokenizer; ValueError for one without."""
+  pretrained = load_lib.load(name)
+  if pretrained.tokenizer is None:
+    raise ValueError(f"model={name!r} has no tokenizer.")
+  return pretrained
+
+
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the cases that are not done yet; see the module.
-
-  Args:
-    config: configs/bias_sweep.py.
-    workdir: holds cases.jsonl, results.json and figures.
-
-  Returns:
-    The summary.
+  """Runs the cases that are not done yet.
 
   Raises:
     ValueError: a model without a tokenizer, lengths that do not make the chunks
@@ -314,28 +285,16 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       case for case in cases(config)
       if dataclasses.astuple(case) not in known
   ]
-  pretrained, texts = compare_backward.load(config.model), documents()
-  if pretrained.tokenizer is None:
-    raise ValueError(f"model={config.model!r} has no tokenizer.")
+  pretrained, texts = load(config.model), prompts.texts()
   studies = {}
   for case in tqdm.tqdm(waiting, desc="cases"):
-    size = -(-(case.prompt_tokens - 1) // config.chunks)
-    parts = studies.setdefault(size, Study(
-        pretrained.model,
-        br.Schedule(chunk_size=size, activations="keep"),
-    ))
-    done.append(study(config, pretrained, case, texts, parts))
+    length = case.prompt_tokens
+    if length not in studies:
+      studies[length] = study_of(pretrained.model, length, config.chunks)
+    done.append(study(config, pretrained, case, texts, studies[length]))
     record.append(workdir, done[-1])
-  results = {
-      "environment": record.environment(),
-      "config": config.to_dict(),
-      "summary": bias_report.summarize(done),
-  }
-  record.write_json(workdir / "results.json", results)
-  bias_report.draw(results, workdir / "bias.png")
-  print(bias_report.table(results))
-  print(f"Wrote {workdir / 'results.json'} and figures beside it.")
-  return results
+  results = record.begin(config, summary=bias.summarize(done))
+  return record.finish(workdir, results, table=bias.table, draw=bias.draw)
 
 
 if __name__ == "__main__":

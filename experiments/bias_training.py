@@ -20,7 +20,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import ml_collections
 import numpy as np
 import optax
@@ -28,16 +27,15 @@ import tokenizers
 import tqdm
 
 import branch_replay as br
+from branch_replay.weights import load
 from branch_replay.weights import pretrained as pretrained_lib
 from branch_replay.weights import tokenizer as tokenizer_lib
-from experiments import bias_report
 from experiments import bias_sweep
 from experiments import cli
-from experiments import record
-
-_MATRICES = {
-    name: f"layers/project/{name}/kernel" for name in ("query", "key", "value")
-}
+from experiments import prompts
+from experiments.reporting import bias
+from experiments.reporting import record
+from experiments.reporting import tables
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -107,10 +105,9 @@ _validate = jax.jit(next_token_loss, static_argnums=0)
 
 def shares(profile: list[float]) -> dict:
   """Shares of the squared cotangent in sixteenths of the prefix."""
-  sixteenths = np.asarray(profile).reshape(16, -1).sum(axis=1)
+  sixteenths = bias.sixteenths(profile)
   return {
-      "first": float(sixteenths[0]),
-      "last": float(sixteenths[-1]),
+      "first": float(sixteenths[0]), "last": float(sixteenths[-1]),
       "two_largest": float(np.sort(sixteenths)[-2:].sum()),
   }
 
@@ -118,15 +115,9 @@ def shares(profile: list[float]) -> dict:
 def measure(config, pretrained, texts, parts) -> dict:
   """The bias study of the config's groups, on these parameters.
 
-  Args:
-    config: configs/bias_training.py.
-    pretrained: model, parameters and tokenizer.
-    texts: that prompts are taken from.
-    parts: compiled pieces.
-
   Returns:
     Means and spreads over the groups: "stop" and "estimators" as
-    `bias_report.summarize` gives them, and "shares" of both profiles.
+    `bias.summarize` gives them, and "shares" of both profiles.
   """
   shape = config.prompt_tokens, config.tail_tokens, config.branches
   studied = [
@@ -138,7 +129,7 @@ def measure(config, pretrained, texts, parts) -> dict:
       for seed in range(config.seeds)
       for document in range(config.documents)
   ]
-  summary = bias_report.summarize(studied)
+  summary = bias.summarize(studied)
   found = {
       profile: [shares(case[profile]) for case in studied]
       for profile in ("profile", "profile_tails")
@@ -148,7 +139,7 @@ def measure(config, pretrained, texts, parts) -> dict:
       "estimators": summary["estimators"],
       "shares": {
           profile: {
-              part: bias_report.spread([one[part] for one in members])
+              part: tables.spread([one[part] for one in members])
               for part in members[0]
           }
           for profile, members in found.items()
@@ -174,10 +165,10 @@ def _check(config):
 
 def train(config, seed: int, bar):
   """Trains one model; yields a record at every step that is measured."""
-  model = br.Decoder(br.ModelConfig(**config.model))
+  model, params = load.random(br.ModelConfig(**config.model), seed)
   optimizer = optimizer_of(config)
   tokenizer = byte_tokenizer()
-  texts = bias_sweep.documents()[: config.documents]
+  texts = prompts.texts()[: config.documents]
   learned, held = split(texts, config.held_out)
   stream_S, held_S = ids_of(tokenizer, learned), ids_of(tokenizer, held)
   validation_GT = windows(
@@ -187,12 +178,8 @@ def train(config, seed: int, bar):
       config.tokens,
   )
   key = jax.random.key(seed)
-  params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
   moments = optimizer.init(params)
-  size = -(-(config.prompt_tokens - 1) // config.chunks)
-  parts = bias_sweep.Study(
-      model, br.Schedule(chunk_size=size, activations="keep")
-  )
+  parts = bias_sweep.study_of(model, config.prompt_tokens, config.chunks)
   for step in range(max(config.steps) + 1):
     if step in config.steps:
       bar.set_description(f"seed {seed}, step {step}: measuring")
@@ -217,14 +204,7 @@ def train(config, seed: int, bar):
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Trains every model and measures as it goes; see the module.
-
-  Args:
-    config: configs/bias_training.py.
-    workdir: where results.json and bias_training.png go.
-
-  Returns:
-    What results.json holds.
+  """Trains every model and measures as it goes.
 
   Raises:
     ValueError: a config that cannot be run, before anything is trained.
@@ -235,88 +215,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
   if (workdir / "results.json").exists():
     print(f"{workdir / 'results.json'} is of an earlier run, whose models are "
           "not kept: starting anew, it will be overwritten.")
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "model": dataclasses.asdict(model_config), "records": [],
-  }
+  results = record.begin(
+      config, model=dataclasses.asdict(model_config), records=[]
+  )
   total = config.train_seeds * max(config.steps)
   with tqdm.tqdm(total=total, unit="step") as bar:
     for seed in range(config.train_seeds):
       for row in train(config, seed, bar):
         results["records"].append(row)
-        record.write_json(workdir / "results.json", results)
+        record.save(workdir, results)
   results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
-  record.write_json(workdir / "results.json", results)
-  draw(results, workdir / "bias_training.png")
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'} and bias_training.png beside it.")
-  return results
-
-
-def _matrix(row: dict, name: str) -> float:
-  return row["stop"]["per_matrix_cosine"][_MATRICES[name]]["mean"]
-
-
-def table(results: dict) -> str:
-  """Distance of stop and shares of the cotangent by step, as text."""
-  lines = [
-      "seed  step  validation  cosine  rel. error  norm ratio  key  value  "
-      "first, last, two largest sixteenths"
-  ]
-  for row in results["records"]:
-    stop, share = row["stop"], row["shares"]["profile"]
-    lines.append(
-        f"{row['train_seed']}  {row['step']:5d}  {row['validation_loss']:.3f}  "
-        f"{stop['cosine']['mean']:.3f} ± {stop['cosine']['std'] or 0:.3f}  "
-        f"{stop['relative_error']['mean']:.3f}  "
-        f"{stop['norm_ratio']['mean']:.3f}  {_matrix(row, 'key'):.3f}  "
-        f"{_matrix(row, 'value'):.3f}  "
-        + "  ".join(f"{part['mean']:.3f}" for part in share.values())
-    )
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: loss, distance of stop, matrices, cotangent, by step."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-  panels = {
-      "validation loss, nats a byte": {
-          "validation": lambda row: row["validation_loss"],
-      },
-      "stop against exact, mean over groups": {
-          measure: lambda row, measure=measure: row["stop"][measure]["mean"]
-          for measure in ("cosine", "relative_error", "norm_ratio",
-                          "adam_cosine")
-      },
-      "cosine of stop with exact, by matrix": {
-          name: lambda row, name=name: _matrix(row, name)
-          for name in _MATRICES
-      },
-      "share of the squared cotangent, sixteenths of the prefix": {
-          part: lambda row, part=part: row["shares"]["profile"][part]["mean"]
-          for part in ("first", "last", "two_largest")
-      },
-  }
-  seeds = sorted({row["train_seed"] for row in results["records"]})
-  for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
-    for color, (name, value) in enumerate(lines.items()):
-      for seed in seeds:
-        rows = [r for r in results["records"] if r["train_seed"] == seed]
-        axis.plot(
-            [row["step"] for row in rows], [value(row) for row in rows],
-            marker="o", color=f"C{color}", alpha=0.7,
-            label=name if seed == seeds[0] else None,
-        )
-    axis.set_xscale("symlog", linthresh=30)
-    axis.set_xticks(results["config"]["steps"], results["config"]["steps"])
-    axis.set_xlabel("training step (a line a training seed)")
-    axis.set_title(title, fontsize=10)
-    axis.legend(fontsize=8)
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+  return record.finish(
+      workdir, results, table=bias.training, draw=bias.draw_training
+  )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of all experiments: --config, --workdir, --devices.
 
-A word that is no flag is refused, with the flag that was meant: it would be
-ignored, and another experiment would run than was asked for. Flags are defined
+A word that is no flag is refused, with the flag that was probably meant:
+ignored, it would run another experiment than was asked for. Flags are defined
 when a script is run, not when it is imported, so that notebooks may import any
 number of experiments and call their `run`.
 """
@@ -20,6 +20,8 @@ from absl import logging
 import jax
 from ml_collections import config_flags
 
+from experiments.reporting import record
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -34,13 +36,16 @@ def main(run, config_file: str) -> None:
   try:
     config = config_flags.DEFINE_config_file(
         "config", str(_ROOT / config_file),
-        "Experiment: a file of configs/, whose docstring gives question, cost "
-        "and command; a field: --config.<field>=<value>.", lock_config=True,
+        "Experiment: a file of configs/, or FILE:VARIANT. The file's docstring "
+        "gives question, cost and variants; a field: --config.<field>=<value>.",
+        lock_config=True,
     )
   except AttributeError as error:  # of a field on the command line
     if not error.args or not isinstance(error.args[0], KeyError):
       raise
     sys.exit(_no_field(error))
+  except ValueError as error:
+    sys.exit(_last_line(error))
   workdir = flags.DEFINE_string(
       "workdir", None, "Where results go; runs/<config name> by default."
   )
@@ -62,10 +67,8 @@ def main(run, config_file: str) -> None:
     if count < 1:
       sys.exit(f"error: devices={count} must be at least 1")
     jax.config.update("jax_num_cpu_devices", count)
-    file = config_flags.get_config_filename(flags.FLAGS["config"])
-    default = pathlib.Path("runs") / pathlib.Path(file).stem
     try:
-      run(config.value, pathlib.Path(workdir.value or default))
+      run(config.value, pathlib.Path(workdir.value or _default_workdir()))
     except (ValueError, TypeError) as error:
       # Ours say what to do; one from elsewhere is a bug and keeps its trace.
       frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -82,7 +85,7 @@ def main(run, config_file: str) -> None:
 
 
 def without_words(main):
-  """A main function of flags alone: it refuses whatever is none."""
+  """A main function of flags alone, which refuses whatever is none."""
   def start(argv):
     refuse_words(argv)
     return main(argv)
@@ -91,55 +94,39 @@ def without_words(main):
 
 
 def refuse_words(argv: Sequence[str], config=None) -> None:
-  """Exits with an error if flags have left words, and says what was meant.
-
-  Args:
-    argv: the script, and the words.
-    config: of the experiment, if it has one.
-  """
+  """Exits with an error if flags have left words, and says what was meant."""
   for word in argv[1:]:
     meant = _meant(word, config)
     hint = f": did you mean {meant}?" if meant else ". All flags: --help."
     sys.exit(f"error: {word!r} is no flag{hint}")
 
 
+def _default_workdir() -> pathlib.Path:
+  """runs/long_run_hybrid of configs/long_run.py:hybrid."""
+  file, _, variant = flags.FLAGS["config"].config_filename.partition(":")
+  name = pathlib.Path(file).stem
+  return pathlib.Path("runs") / (f"{name}_{variant}" if variant else name)
+
+
 def _meant(word: str, config) -> str:
   """The flag that a word was probably meant to be, or an empty text."""
   name, is_, value = word.partition("=")
-  there = [
-      flag.name for module, own in flags.FLAGS.flags_by_module_dict().items()
+  if config is not None and ".py" in word and not is_:
+    return f"--config={word}"
+  fields = [] if config is None else record.flat(config.to_dict())
+  names = {f"config.{field}": f"config.{field}" for field in fields}
+  names |= {field: f"config.{field}" for field in fields}
+  names |= {
+      flag.name: flag.name
+      for module, own in flags.FLAGS.flags_by_module_dict().items()
       for flag in own if not module.startswith("absl.")
-  ]
-  if not is_ and config is not None:
-    if word.endswith(".py"):
-      return f"--config={word}"
-    if (_ROOT / "configs" / f"{word}.py").exists():
-      return f"--config=configs/{word}.py"
-    if word.isdecimal():
-      return f"--devices={word}"
-    if "/" in word or pathlib.Path(word).exists():
-      return f"--workdir={word}"
-  fields = [] if config is None else _fields(config)
-  names = {flag: flag for flag in there}
-  names |= {f"config.{field}": f"config.{field}" for field in fields}
-  names |= {field: f"config.{field}" for field in fields if field not in names}
+  }
   near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
   return f"--{names[near[0]]}{is_}{value}" if near else ""
 
 
-def _fields(config, path: str = "") -> list[str]:
-  """Dotted paths of all fields of a config."""
-  found = []
-  for name in config:
-    found.append(f"{path}{name}")
-    if hasattr(config[name], "to_dict"):
-      found += _fields(config[name], f"{path}{name}.")
-  return found
-
-
 def _parse(argv):
-  """Parses flags; one that is not there is an error that says what was meant.
-  """
+  """Parses flags; a wrong one is an error that says what was meant."""
   try:
     return flags.FLAGS(argv)
   except AttributeError as error:
@@ -150,8 +137,15 @@ def _parse(argv):
     if meant and "Did you mean" not in str(error):
       sys.exit(f"error: there is no flag --{word}. Did you mean: {meant}")
     return app.parse_flags_with_usage(argv)
-  except flags.Error:
+  except flags.Error as error:
+    if "Unknown variant" in str(error):
+      sys.exit(_last_line(error))
     return app.parse_flags_with_usage(argv)
+
+
+def _last_line(error: Exception) -> str:
+  """The message in the trace that the config flag makes of an error."""
+  return f"error: {str(error).strip().splitlines()[-1].partition(': ')[2]}"
 
 
 def _no_field(error: AttributeError) -> str:
@@ -167,7 +161,7 @@ def _loaded(config):
     config.value.keys()  # of a file that failed to load, an error
     return config.value
   except OSError as error:
-    file = config_flags.get_config_filename(flags.FLAGS["config"])
+    file = flags.FLAGS["config"].config_filename.partition(":")[0]
     if pathlib.Path(file).exists():
       raise
     files = [f"configs/{x.name}" for x in (_ROOT / "configs").glob("*.py")]

@@ -8,10 +8,13 @@ work and the distance of each gradient from the full one go to results.json in
 the workdir.
 
   python -m experiments.compare_trees --config=configs/compare_trees.py
-  python -m experiments.compare_trees --config=configs/compare_architectures.py
+  python -m experiments.compare_trees \
+    --config=configs/compare_trees.py:architectures
 """
 
 import dataclasses
+import functools
+import itertools
 import pathlib
 import time
 
@@ -23,18 +26,20 @@ import tqdm
 
 import branch_replay as br
 from branch_replay import flops
-from branch_replay import tree as tree_lib
-from branch_replay.tree_order import Kind
+from branch_replay import gradients
+from branch_replay.program import Kind
+from branch_replay.weights import load
 from experiments import cli
 from experiments import compare_backward
-from experiments import record
+from experiments.reporting import comparisons
+from experiments.reporting import record
 
 _MODES = ("full", "exact", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """What all modes are run on."""
+  """Model and data of a comparison, the same for all modes."""
 
   model: br.Decoder
   params: dict
@@ -62,9 +67,7 @@ def architecture(name: str, config: ml_collections.ConfigDict):
   )
   window = max(2, config.path_tokens // 8)
   delta = br.GatedDelta(heads // 2, heads, head_dim, head_dim)
-  latent = br.LatentAttention(
-      2 * head_dim, head_dim, head_dim // 2, head_dim
-  )
+  latent = br.LatentAttention(2 * head_dim, head_dim, head_dim // 2, head_dim)
   patterns = {
       "full": {},
       "sliding": dict(layer_pattern=("sliding",), window=window),
@@ -95,16 +98,7 @@ _TREES = {
 
 
 def episodes(name: str, tokens: int, vocab_size: int, seed: int):
-  """Random episodes whose tree has a name's shape.
-
-  Args:
-    name: of a tree.
-    tokens: of every sequence.
-    vocab_size: ids are below it.
-    seed: of the ids.
-
-  Returns:
-    The turns of each.
+  """The turns of random episodes of so many tokens, as a tree of that name.
 
   Raises:
     ValueError: an unknown name.
@@ -137,9 +131,7 @@ def episodes(name: str, tokens: int, vocab_size: int, seed: int):
 
 def build(name: str, shape: str, config: ml_collections.ConfigDict) -> Problem:
   """A random model, a tree and random standardised advantages."""
-  model = br.Decoder(architecture(name, config))
-  key = jax.random.key(config.seed)
-  params = jax.jit(model.init)(key, jnp.zeros((1, 1), jnp.int32))["params"]
+  model, params = load.random(architecture(name, config), config.seed)
   tree = br.Tree.from_turns(
       episodes(shape, config.path_tokens, config.vocab_size, config.seed),
       config=model.config,
@@ -155,27 +147,27 @@ def build(name: str, shape: str, config: ml_collections.ConfigDict) -> Problem:
   return Problem(model, params, tree, weights_N)
 
 
-def describe(problem: Problem, mode: str, schedule: br.Schedule) -> dict:
-  """The analytic half of a run's record."""
+def compiled(problem: Problem, mode: str, schedule: br.Schedule):
+  """The gradient of one mode: () -> (Evaluation, grads), and what is known."""
   tree, config = problem.tree, problem.model.config
-  task, program = tree_lib.plan(
+  task, program = gradients.plan_tree(
       problem.model, tree, br.LogProbs(), mode, schedule
   )
   shapes = [
-      (*step.run.tokens.shape, int(step.run.first), step.kind == Kind.OPEN,
-       step.run.read)
+      (*step.run.tokens_RS.shape, int(step.run.first), step.kind == Kind.OPEN,
+       step.run.read is not None)
       for step in program.steps if step.kind != Kind.CLOSE
   ]
   policy = task.schedule.activations
-  return {
-      "mode": mode,
-      "activations": policy,
-      "steps": len(program.steps),
-      "model_tokens": program.tokens,
-      "padded_tokens": program.padded_tokens,
+  function = br.value_and_grad(
+      problem.model, policy_gradient_loss, prefix_gradient=mode,
+      schedule=schedule,
+  )
+  return functools.partial(function, problem.params, tree, problem.weights_N), {
+      "mode": mode, "activations": policy, "steps": len(program.steps),
+      "model_tokens": program.tokens, "padded_tokens": program.padded_tokens,
       "state_positions": program.capacity,
       "flops": flops.runs(config, shapes, mode=mode, policy=policy),
-      "seconds": [],
   }
 
 
@@ -191,132 +183,53 @@ def relate(case: dict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs the comparison; see the module.
+  """Runs the comparison.
 
-  Args:
-    config: configs/compare_trees.py or configs/compare_architectures.py.
-    workdir: where results.json goes.
-
-  Returns:
-    What results.json holds. After an interrupt it holds the measurements that
-    were finished.
+  After an interrupt results.json holds the measurements that were finished.
 
   Raises:
     ValueError: a config that cannot be run, before anything is timed.
   """
   began = time.perf_counter()
   workdir = pathlib.Path(workdir).resolve()
-  unknown = set(config.modes) - set(_MODES)
-  if unknown or not config.modes or len(set(config.modes)) < len(config.modes):
-    raise ValueError(
-        f"modes={config.modes}: name some of {', '.join(_MODES)} once each."
-    )
-  if config.repeats < 1:
-    raise ValueError(f"repeats={config.repeats}: measure at least once.")
-  schedule = br.Schedule(
-      chunk_size=config.chunk_size,
-      activations=None if config.activations == "auto" else config.activations,
-      memory_budget=int(config.memory_budget_gib * 2**30),
-  )
+  modes = compare_backward.ordered(config, _MODES)
+  schedule = compare_backward.schedule_of(config)
   for name in config.architectures:
     architecture(name, config)
   for shape in config.trees:
     episodes(shape, config.path_tokens, config.vocab_size, config.seed)
-  modes = sorted(config.modes, key=lambda mode: mode != "full")
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "cases": [],
-  }
-  pairs = [(x, y) for x in config.architectures for y in config.trees]
+  results = record.begin(config, cases=[])
+
+  def save():
+    relate(results["cases"][-1])
+    results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
+    results["environment"]["wall_seconds"] = time.perf_counter() - began
+    record.save(workdir, results)
+
+  pairs = list(itertools.product(config.architectures, config.trees))
   steps = len(pairs) * len(modes) * (1 + config.repeats)
   with tqdm.tqdm(total=steps, unit="step") as bar:
     for name, shape in pairs:
-      bar.set_description(f"{name}, {shape}")
-      _measure(
-          build(name, shape, config), name, shape, schedule, modes,
-          config.repeats, results, workdir, bar,
+      problem = build(name, shape, config)
+      results["cases"].append(_sizes(problem, name, shape))
+      compare_backward.measure(
+          modes, functools.partial(compiled, problem, schedule=schedule),
+          results["cases"][-1]["runs"], config.repeats, save, bar,
       )
-  results["environment"]["peak_rss_bytes"] = record.peak_rss_bytes()
-  results["environment"]["wall_seconds"] = time.perf_counter() - began
-  record.write_json(workdir / "results.json", results)
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
+  return record.finish(workdir, results, table=comparisons.trees)
 
 
-def _measure(
-    problem, name, shape, schedule, modes, repeats, results, workdir, bar
-):
-  """Runs every mode once, then times them in turns."""
+def _sizes(problem: Problem, name: str, shape: str) -> dict:
+  """A case without its runs."""
   tree = problem.tree
   dense = int((tree.positions + tree.lengths)[tree.leaves].sum())
-  case = {
-      "architecture": name,
-      "tree": shape,
+  return {
+      "architecture": name, "tree": shape,
       "model": dataclasses.asdict(problem.model.config),
-      "leaves": len(tree.leaves),
-      "segments": len(tree.parents),
-      "sequence_tokens": dense,
-      "distinct_tokens": int(tree.lengths.sum()),
-      "shared": 1 - int(tree.lengths.sum()) / dense,
-      "runs": [],
+      "leaves": len(tree.leaves), "segments": len(tree.parents),
+      "sequence_tokens": dense, "distinct_tokens": int(tree.lengths.sum()),
+      "shared": 1 - int(tree.lengths.sum()) / dense, "runs": [],
   }
-  results["cases"].append(case)
-  functions, reference = {}, None
-
-  def save():
-    relate(case)
-    record.write_json(workdir / "results.json", results)
-
-  for mode in modes:
-    run_ = describe(problem, mode, schedule)
-    function = tree_lib.value_and_grad(
-        problem.model, policy_gradient_loss, prefix_gradient=mode,
-        schedule=schedule,
-    )
-    functions[mode] = lambda function=function: jax.block_until_ready(
-        function(problem.params, problem.tree, problem.weights_N)
-    )
-    start = time.perf_counter()
-    (loss, _, _), gradient = functions[mode]()
-    run_["first_seconds"] = time.perf_counter() - start  # compilation included
-    run_["loss"] = float(loss)
-    reference = gradient if mode == "full" else reference
-    if reference is not None:
-      compare_backward.judge(run_, gradient, reference)
-    case["runs"].append(run_)
-    save()
-    bar.update()
-  for _ in range(repeats):
-    for run_ in case["runs"]:
-      start = time.perf_counter()
-      functions[run_["mode"]]()
-      run_["seconds"].append(time.perf_counter() - start)
-      save()
-      bar.update()
-
-
-def table(results: dict) -> str:
-  """The results as a Markdown table, a line a run."""
-  head = (
-      "| architecture | tree | mode | s | speed-up | ideal | token ratio "
-      "| of it | cosine | relative error |\n" + "|---" * 10 + "|\n"
-  )
-  lines = []
-  for case in results["cases"]:
-    for run_ in case["runs"]:
-      def show(field, form, run_=run_):
-        return format(run_[field], form) if field in run_ else "–"
-
-      lines.append(
-          f"| {case['architecture']} | {case['tree']} | {run_['mode']} "
-          f"| {run_['seconds_median']:.3f} | {show('speedup', '.2f')}× "
-          f"| {show('ideal_speedup', '.2f')}× | {show('token_ratio', '.2f')} "
-          f"| {show('speedup_of_token_ratio', '.2f')} "
-          f"| {show('gradient_cosine', '.4f')} "
-          f"| {show('gradient_relative_error', '.1e')} |\n"
-      )
-  return head + "".join(lines)
 
 
 if __name__ == "__main__":

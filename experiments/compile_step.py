@@ -22,18 +22,11 @@ from branch_replay.training import step as step_lib
 
 
 class Target(NamedTuple):
-  """Devices to plan for.
+  """Devices to plan for."""
 
-  Attributes:
-    topology: of a slice of TPU chips, which can be compiled for without one;
-      None of GPUs, which are planned for by arithmetic alone.
-    devices: how many.
-    bytes: of memory of each.
-  """
-
-  topology: str | None
+  topology: str | None  # of TPU chips, to compile for; None for GPUs
   devices: int
-  bytes: int
+  bytes: int  # of memory of each
 
 
 TARGETS = {
@@ -92,11 +85,7 @@ def _loss(log_probs_GT, advantages_G):
 
 
 def compile_step(step: plan.Step, of: Target) -> dict:
-  """What the target's compiler says of one optimizer step.
-
-  Args:
-    step: to compile, with AdamW.
-    of: the devices.
+  """Compiles one optimizer step with AdamW for a target.
 
   Returns:
     "compiled_bytes_per_device", everything alive at the peak with arguments

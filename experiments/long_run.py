@@ -20,10 +20,11 @@ import numpy as np
 
 import branch_replay as br
 from branch_replay import flops
-from branch_replay import host_loop
 from branch_replay import sharding
+from branch_replay.weights import load
 from experiments import cli
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import speed
 
 # Virtual devices of one machine take turns: without these, XLA ends a process
 # whose devices wait for each other longer than forty seconds.
@@ -45,87 +46,57 @@ def _geometry(model: ml_collections.ConfigDict) -> br.ModelConfig:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Runs it; see the module.
-
-  Args:
-    config: configs/long_run.py.
-    workdir: where results.json goes.
-
-  Returns:
-    What is written: seconds, operations, peak memory, and norms that show the
-    gradient is there and finite.
-
-  Raises:
-    KeyboardInterrupt: interrupted; what there is of the results is written.
+  """Runs it, interrupted or not writes results.json, and returns what it holds.
   """
   geometry = _geometry(config.model)
-  model = br.Decoder(geometry)
   rng = np.random.default_rng(config.seed)
-  params = model.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
+  model, params = load.random(geometry, config.seed)
   shape = config.branches, config.tail_tokens
   group = br.Group.create(
       rng.integers(0, geometry.vocab_size, config.prefix + 1),
-      rng.integers(0, geometry.vocab_size, shape),
-      config=geometry,
+      rng.integers(0, geometry.vocab_size, shape), config=geometry,
   )
   advantages_G = jnp.asarray(rng.normal(size=config.branches), jnp.float32)
   layout = sharding.sharded(params, config.devices)
   params = layout.place(params)
-  schedule = br.Schedule(
-      chunk_size=config.chunk_size, activations="recompute",
-      accumulator_dtype=config.accumulator_dtype, layout=layout,
+  gradient = br.value_and_grad(
+      model, _loss, prefix_gradient=config.mode,
+      hosted=br.Hosted(progress=True, offload=config.offload),
+      schedule=br.Schedule(
+          chunk_size=config.chunk_size, activations="recompute",
+          accumulator_dtype=config.accumulator_dtype, layout=layout,
+      ),
   )
-  before = record.peak_rss_bytes()
+  results = record.begin(
+      config, finished=False, rss_before_bytes=record.peak_rss_bytes(),
+      flops=flops.gradient(
+          geometry, prefix=config.prefix, branches=config.branches,
+          tail=config.tail_tokens, mode=config.mode, policy="recompute",
+      ),
+  )
   start = time.perf_counter()
-
-  def so_far(finished: bool) -> dict:
-    return {
-        "environment": record.environment(),
-        "config": config.to_dict(),
-        "finished": finished,
+  try:
+    evaluation, grads = jax.block_until_ready(
+        gradient(params, group, advantages_G)
+    )
+    norms = [float(jnp.linalg.norm(x.ravel())) for x in jax.tree.leaves(grads)]
+    results |= {
+        "finished": True, "loss": float(evaluation.loss),
+        "gradient_norm": float(np.linalg.norm(norms)),
+        "finite": bool(np.isfinite(norms).all()),
+    }
+  except KeyboardInterrupt:
+    print(f"Interrupted after {time.perf_counter() - start:.0f} s.",
+          file=sys.stderr)
+    raise
+  finally:
+    results |= {
         "seconds": time.perf_counter() - start,  # compilation included
         "cpu_seconds": time.process_time(),
-        "flops": flops.gradient(
-            geometry, prefix=config.prefix, branches=config.branches,
-            tail=config.tail_tokens, mode=config.mode, policy="recompute",
-        ),
         "peak_rss_bytes": record.peak_rss_bytes(),
-        "rss_before_bytes": before,
     }
-
-  gradient = host_loop.value_and_grad(
-      model, _loss, prefix_gradient=config.mode, schedule=schedule,
-      offload=config.offload,
-  )
-  try:
-    evaluation, grads = gradient(params, group, advantages_G)
-    jax.block_until_ready(grads)
-  except KeyboardInterrupt:
-    stopped = so_far(finished=False)
-    record.write_json(workdir / "results.json", stopped)
-    print(
-        f"Interrupted after {stopped['seconds']:.0f} s; wrote "
-        f"{workdir / 'results.json'}.", file=sys.stderr,
-    )
-    raise
-  results = so_far(finished=True)
-  norms = [float(jnp.linalg.norm(x.ravel())) for x in jax.tree.leaves(grads)]
-  results |= {
-      "loss": float(evaluation.loss),
-      "gradient_norm": float(np.linalg.norm(norms)),
-      "finite": bool(np.isfinite(norms).all()),
-  }
-  record.write_json(workdir / "results.json", results)
-  print(
-      f"{config.mode}, P={config.prefix:,}: {results['seconds']:.1f} s, "
-      f"{results['peak_rss_bytes'] / 2**30:.2f} GiB resident at the peak, "
-      f"{before / 2**30:.2f} before; gradient norm "
-      f"{results['gradient_norm']:.4g}"
-  )
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
+    record.save(workdir, results)
+  return record.finish(workdir, results, table=speed.long_run)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ import pathlib
 import ml_collections
 
 from branch_replay import tasks
+from branch_replay.weights import load
 from experiments import cli
-from experiments import compare_backward
 
 
 def text_of(model: str) -> tasks.Characters | tasks.Chat:
-  """How prompts for a model are written; "" is one id per character."""
+  """The encoder of prompts for a model; for "", one id per character."""
   if not model:
     return tasks.Characters()
-  return tasks.Chat(compare_backward.load(model))
+  return tasks.Chat(load.load(model))
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> tasks.Task:

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real text that is on every machine, as prompts of an exact length."""
 
+import importlib.util
+import pathlib
+
 from branch_replay.tasks import documents
 from branch_replay.tasks import retrieval
 from branch_replay.tasks import text as text_lib
@@ -19,14 +22,23 @@ def document(path: str) -> str:
   return "\n\n".join(documents.read(path, documents.language_reference))
 
 
+def texts() -> list[str]:
+  """Five long texts: the reference, and modules mostly of prose or of code."""
+  return [document("")] + [
+      pathlib.Path(importlib.util.find_spec(name).origin)
+      .read_text(encoding="utf-8")
+      for name in ("_pydecimal", "argparse", "tarfile", "statistics")
+  ]
+
+
+def bytes_of(pretrained: pretrained_lib.Pretrained, text: str) -> list[int]:
+  """Ids for a model without a tokenizer."""
+  return [byte % pretrained.config.vocab_size for byte in text.encode()]
+
+
 def about_document(
-    pretrained: pretrained_lib.Pretrained,
-    text: str,
-    tokens: int,
-    *,
-    question: str = _QUESTION,
-    needle: str = "",
-    depth: float = 0.5,
+    pretrained: pretrained_lib.Pretrained, text: str, tokens: int, *,
+    question: str = _QUESTION, needle: str = "", depth: float = 0.5,
 ) -> list[int]:
   """A prompt of exactly `tokens` ids: a document and a question on it.
 
@@ -34,7 +46,7 @@ def about_document(
   which it has the length.
 
   Args:
-    pretrained: model with a tokenizer.
+    pretrained: the model; one without a tokenizer reads the document's bytes.
     text: the document, of which as much is used as fits.
     tokens: length of the whole prompt.
     question: asked after the document.
@@ -48,6 +60,15 @@ def about_document(
     ValueError: the document is too short, the prompt too short for the
       question, or no end of the document gives exactly this length.
   """
+  if pretrained.tokenizer is None:
+    ids = bytes_of(pretrained, text[:tokens])[:tokens]
+    if len(ids) < tokens:
+      raise ValueError(
+          f"The document has {len(ids)} bytes; prompt_tokens={tokens} needs as "
+          "many."
+      )
+    return ids
+
   def prompt(size):
     document, cut = text[:size], int(depth * size)
     if needle:

@@ -13,7 +13,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import ml_collections
 import numpy as np
 import tqdm
@@ -23,23 +22,17 @@ from branch_replay.rl import advantages
 from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
-from experiments import bias_report
 from experiments import cli
 from experiments import learning_curves
-from experiments import record
 from experiments import train
+from experiments.reporting import record
+from experiments.reporting import training
 
 _TRIES = 4  # prompts that are drawn for one that is used, at most
 
 
 def measure(learner: learner_lib.Learner, train_state, batch, known) -> dict:
   """Stale replay against fresh capture of a batch, at the same parameters.
-
-  Args:
-    learner: what takes the gradient.
-    train_state: parameters now.
-    batch: experiences whose states may be older.
-    known: of `Learner.know`.
 
   Returns:
     log_prob_drift_mean, log_prob_drift_max: of |Δ log p| of the answers'
@@ -83,8 +76,7 @@ def sampled(phase, params, number: int) -> list[experience.Experience]:
   batch = []
   for place in range(_TRIES * phase.prompts):
     one = experience.collect(
-        phase.learner.model, params, phase.task, next(examples),
-        phase.rollouts,
+        phase.learner.model, params, phase.task, next(examples), phase.rollouts,
         key=jax.random.fold_in(jax.random.key(number), place),
         version=0, schedule=phase.learner.schedule,
     )
@@ -99,14 +91,7 @@ def sampled(phase, params, number: int) -> list[experience.Experience]:
 
 
 def of_batch(phase, params, number: int, counts) -> list[dict]:
-  """Drift over the updates that are made on one captured batch.
-
-  Args:
-    phase: of reinforcement.
-    params: before any update.
-    number: of the batch.
-    counts: of updates to measure after.
-  """
+  """Drift after so many updates (`counts`) on one captured batch."""
   learner = phase.learner
   train_state = step_lib.create(
       jax.tree.map(jnp.copy, params), learner.optimizer,
@@ -130,99 +115,22 @@ def of_batch(phase, params, number: int, counts) -> list[dict]:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
-  """Warms a model up unless that is done, and measures.
-
-  Args:
-    config: configs/staleness.py.
-    workdir: where results.json and the warm-up go.
-
-  Returns:
-    What results.json holds.
-
-  Raises:
-    ValueError: a config that cannot be run.
-  """
+  """Warms a model up unless that is done, and measures."""
   workdir = pathlib.Path(workdir).resolve()
-  base = learning_curves.base_of(config, config.seed)
-  problem = train.build(base)
-  params = problem.params
-  if len(problem.run.phases) > 1:
-    learning_curves.warm_up(config, config.seed, workdir)
-    params = learning_curves.warmed_up(config, config.seed, workdir)
-  phase = problem.run.phases[-1]
-  done = record.resume(workdir, config)
-  there = {row["batch"] for row in done}
-  results = {
-      "environment": record.environment(), "config": config.to_dict(),
-      "rows": done,
-  }
+  problem = train.build(learning_curves.base_of(config, config.seed))
+  _, params = learning_curves.warm_up(config, config.seed, workdir)
+  results = record.begin(config, rows=record.resume(workdir, config))
+  there = {row["batch"] for row in results["rows"]}
   for number in tqdm.tqdm(range(config.batches), unit="batch"):
     if number in there:
       continue
-    for row in of_batch(phase, params, number, config.updates):
+    for row in of_batch(problem.run.phases[-1], params, number, config.updates):
       record.append(workdir, row)
       results["rows"].append(row)
-    record.write_json(workdir / "results.json", results)
-  record.write_json(workdir / "results.json", results)
-  print(table(results))
-  print(f"Wrote {workdir / 'results.json'}.")
-  return results
-
-
-def summary(results: dict) -> list[dict]:
-  """Means and spreads over batches, by number of updates."""
-  found = []
-  for updates in results["config"]["updates"]:
-    rows = [row for row in results["rows"] if row["updates"] == updates]
-    found.append({
-        "updates": updates,
-        **{
-            name: bias_report.spread([row[name] for row in rows])
-            for name in rows[0] if name not in ("batch", "updates")
-        },
-    })
-  return found
-
-
-def table(results: dict) -> str:
-  """The summary as text."""
-  lines = ["updates  log-prob drift  answer loss  gradient cosine"]
-  for row in summary(results):
-    drift, loss, cosine = (
-        row[name]["mean"] for name in (
-            "log_prob_drift_mean", "answer_loss_difference", "gradient_cosine"
-        )
-    )
-    lines.append(
-        f"{row['updates']}  {drift:.2e}  {loss:.2%}  {cosine:.4f} ± "
-        f"{row['gradient_cosine']['std'] or 0:.4f}"
-    )
-  return "\n".join(lines)
-
-
-def draw(results: dict, path: pathlib.Path) -> None:
-  """Writes a figure: drift, loss and gradient against updates on a capture."""
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt  # after the backend is chosen
-
-  titles = {
-      "log_prob_drift_mean": "mean |Δ log p| of an answer's token",
-      "answer_loss_difference": "relative difference of the answer loss",
-      "gradient_cosine": "cosine of the gradient with a fresh capture's",
-  }
-  rows = summary(results)
-  figure, axes = plt.subplots(1, 3, figsize=(11, 3.5), layout="constrained")
-  for axis, (name, title) in zip(axes, titles.items(), strict=True):
-    for one in results["rows"]:
-      axis.plot(one["updates"], one[name], ".", color="C0", alpha=0.4)
-    axis.plot(
-        [row["updates"] for row in rows], [row[name]["mean"] for row in rows],
-        marker="o", color="C0",
-    )
-    axis.set_title(title, fontsize=9)
-    axis.set_xlabel("updates (a dot a batch; line: mean)")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+    record.save(workdir, results)
+  return record.finish(
+      workdir, results, table=training.drift_table, draw=training.draw_drift
+  )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Writes metrics.jsonl (one object a step), TensorBoard's event files, checkpoints
 and, at the end, the model in Hugging Face's format. The same command goes on
 where an earlier one was stopped.
 
-  python -m experiments.train --config=configs/train_tiny.py
+  python -m experiments.train --config=configs/train.py
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ import pathlib
 from typing import get_args
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 import branch_replay as br
@@ -38,11 +37,12 @@ from branch_replay.training import optimizers
 from branch_replay.training import phases as phases_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
+from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
-from configs import train_tiny
+from configs import train as train_config
 from experiments import cli
-from experiments import compare_backward
-from experiments import record
+from experiments.reporting import record
+from experiments.reporting import training
 
 _POLICY_LOSSES = {
     name: getattr(objectives, name)
@@ -65,13 +65,11 @@ class Problem:
   """A run that is ready to start.
 
   Attributes:
-    run: see `loop.TrainingRun`.
-    params: before its first step.
     pretrained: what the model was made from; its tokenizer and stop ids.
   """
 
   run: loop.TrainingRun
-  params: dict
+  params: dict  # before its first step
   pretrained: pretrained_lib.Pretrained
 
 
@@ -111,95 +109,85 @@ def build(config: ml_collections.ConfigDict) -> Problem:
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError for a field that is missing, or that nobody reads."""
-  known = train_tiny.get_config()
-  kinds = {known[name].kind: known[name] for name in known.phases}
+  known = train_config.get_config().to_dict()
+  kinds = {known[name]["kind"]: known[name] for name in known["phases"]}
+  known = {x: y for x, y in known.items() if x not in known["phases"]}
+  mine = config.to_dict()
+  # A phase that is described but not run is no mistake.
+  rest = {
+      name: value for name, value in mine.items()
+      if not (isinstance(value, dict) and "kind" in value)
+  }
   if not config.phases:
     raise ValueError("phases=() names nothing to do.")
   for name in config.phases:
-    if name not in config:
-      raise task_lib.unknown("phase", name, list(config.keys()))
-    if config[name].kind not in kinds:
-      raise task_lib.unknown(f"{name}.kind", config[name].kind, kinds)
-    _same_fields(config[name], kinds[config[name].kind], name)
-  of_run = set(known.keys()) - set(known.phases)
-  rest = {name: config[name] for name in config if name not in config.phases}
-  # A phase that is described but not run is no mistake.
-  rest = {
-      name: value for name, value in rest.items()
-      if not (isinstance(value, ml_collections.ConfigDict) and "kind" in value)
-  }
-  _same_fields(rest, {name: known[name] for name in of_run}, "")
+    if name not in mine:
+      raise task_lib.unknown("phase", name, list(mine))
+    if mine[name]["kind"] not in kinds:
+      raise task_lib.unknown(f"{name}.kind", mine[name]["kind"], kinds)
+    _same_fields(mine[name], kinds[mine[name]["kind"]], f"{name}.")
+  _same_fields(rest, known, "")
   for part, kind in (("model", br.ModelConfig), ("schedule", br.Schedule)):
     fields = {field.name for field in dataclasses.fields(kind)} - {"layout"}
-    for name in config[part]:
+    for name in mine[part]:
       if name not in fields:
         raise task_lib.unknown(f"field of {part}", name, fields)
 
 
-def _same_fields(mine, known, where: str) -> None:
+def _same_fields(mine: dict, known: dict, where: str) -> None:
   for name in mine:
     if name not in known:
-      raise task_lib.unknown(f"field of {where or 'the config'}", name, known)
-  for name in known:
+      part = where.rstrip(".") or "the config"
+      raise task_lib.unknown(f"field of {part}", name, known)
+  for name, value in known.items():
     if name not in mine:
-      raise ValueError(f"The config lacks {f'{where}.{name}'.lstrip('.')}.")
-    nested = isinstance(known[name], ml_collections.ConfigDict)
-    if nested and name not in _FREE:
-      _same_fields(mine[name], known[name], f"{where}.{name}".lstrip("."))
+      raise ValueError(f"The config lacks {where}{name}.")
+    if isinstance(value, dict) and name not in _FREE:
+      _same_fields(mine[name], value, f"{where}{name}.")
 
 
 def adapter_of(config) -> config_lib.Adapter | None:
-  """What is trained in place of all parameters, if anything is."""
+  """The low-rank adapters that are trained, or None for all parameters."""
   rank, alpha = config.adapter.rank, config.adapter.alpha
-  if rank:
-    return config_lib.Adapter(rank, alpha)
-  if alpha is not None:
+  if alpha is not None and not rank:
     raise ValueError(
         f"adapter.alpha={alpha} without an adapter: set adapter.rank too, or "
         "neither."
     )
-  return None
+  return config_lib.Adapter(rank, alpha) if rank else None
 
 
 def model_of(config):
-  """The model, pretrained or of the config's geometry, and its text."""
-  step_lib.check_param_dtype(config.param_dtype)
-  if config.pretrained:
-    pretrained = weights_of(config)
-    return pretrained, tasks.Chat(pretrained)
-  if "file" in (config.param_dtype, config.compute_dtype):
-    raise ValueError(
-        f"param_dtype={config.param_dtype!r}, compute_dtype="
-        f"{config.compute_dtype!r}: without `pretrained` there is no file. "
-        "Name a dtype, as in 'float32'."
-    )
-  text = tasks.Characters()
-  model = br.Decoder(br.ModelConfig(
-      vocab_size=text.vocab_size, **{
-          "param_dtype": config.param_dtype,
-          "compute_dtype": config.compute_dtype, **config.model,
-      },
-  ))
-  params = model.init(
-      jax.random.key(config.seed), jnp.zeros((1, 1), jnp.int32)
-  )["params"]
-  return pretrained_lib.Pretrained(
-      model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
-  ), text
-
-
-def weights_of(config) -> pretrained_lib.Pretrained:
-  """What a config's `pretrained` names.
+  """The model, pretrained or of the config's geometry, and its text.
 
   Parameters that are to be trained have the dtype that the config asks for
   from the beginning, so that none is rounded to the file's; those below
   adapters have the file's.
   """
-  as_stored = config.adapter.rank or config.param_dtype == "file"
-  return compare_backward.load(
-      config.pretrained, compute_dtype=config.compute_dtype,
-      param_dtype=None if as_stored else config.param_dtype,
-  )
+  step_lib.check_param_dtype(config.param_dtype)
+  if config.pretrained:
+    as_stored = config.adapter.rank or config.param_dtype == "file"
+    pretrained = load_lib.load(
+        config.pretrained, compute_dtype=config.compute_dtype,
+        param_dtype=None if as_stored else config.param_dtype,
+    )
+    return pretrained, tasks.Chat(pretrained)
+  dtypes = {
+      name: config[name] for name in ("param_dtype", "compute_dtype")
+  }
+  if "file" in dtypes.values():
+    said = ", ".join(f"{name}={value!r}" for name, value in dtypes.items())
+    raise ValueError(
+        f"{said}: without `pretrained` there is no file. Name a dtype, as in "
+        "'float32'."
+    )
+  text = tasks.Characters()
+  model, params = load_lib.random(br.ModelConfig(
+      **{"vocab_size": text.vocab_size, **dtypes, **config.model}
+  ), config.seed)
+  return pretrained_lib.Pretrained(
+      model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
+  ), text
 
 
 def task_of(config, text, changes: dict) -> tasks.Task:
@@ -213,7 +201,7 @@ def task_of(config, text, changes: dict) -> tasks.Task:
 
 
 def evaluation_of(config, text) -> loop.HeldOutEvaluation:
-  """How held-out reward is measured."""
+  """The evaluation on held-out prompts."""
   of = config.evaluation
   return loop.HeldOutEvaluation(
       task_of(config, text, {}),
@@ -255,8 +243,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
         of.prompts, of.max_tokens, config.seed, rate,
     )
   rollouts = experience.Rollouts(
-      of.branches, of.max_tokens, br.Law(of.temperature), of.hold,
-      of.truncated,
+      of.branches, of.max_tokens, br.Law(of.temperature), of.hold, of.truncated,
   )
   return phases_lib.Reinforce(
       name, task, learner(algorithm_of(of)), rollouts, of.steps, of.prompts,
@@ -266,7 +253,7 @@ def phase_of(config, name: str, model, text, schedule) -> phases_lib.Phase:
 
 
 def speculator_of(of, model, seed: int, schedule):
-  """What drafts for the rollouts of a reinforcement phase, or None."""
+  """The drafter of a reinforcement phase's rollouts, or None."""
   kinds = ("none", *get_args(speculator_lib.Kind))
   if of.speculation.drafter not in kinds:
     raise task_lib.unknown("speculation.drafter", of.speculation.drafter, kinds)
@@ -319,15 +306,9 @@ def run(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, *,
     may_differ: Sequence[str] = (),
 ) -> list[dict]:
-  """Trains, or goes on training; see the module.
+  """Trains, or goes on training, and returns the rows of metrics.jsonl.
 
-  Args:
-    config: e.g. configs/train_tiny.py.
-    workdir: where everything goes.
-    may_differ: see `loop.train`.
-
-  Returns:
-    The rows of metrics.jsonl.
+  `may_differ` is of `loop.train`.
 
   Raises:
     ValueError: a config that cannot be run, before anything is trained, or a
@@ -348,28 +329,14 @@ def run(
   rows = metrics.read(workdir)
   if params is None:
     return rows
-  results = summary(config, rows)
-  record.write_json(workdir / "results.json", results)
   if config.export:
     export(problem, params, workdir / "model")
-    export_drafters(problem, workdir / "model")
-  for phase in results["phases"]:
-    print(
-        f"{phase['name']}: held-out reward {phase['reward']:.3f} after "
-        f"{phase['seconds']:.0f} s"
-    )
-  print(f"Wrote {workdir / metrics.FILE} and more beside it.")
+  record.finish(workdir, summary(config, rows), table=training.learned)
   return rows
 
 
 def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
-  """Raises ValueError, all fields named, for a run of another config.
-
-  Args:
-    saved: the config that the workdir holds.
-    mine: of this run.
-    workdir: for the message.
-  """
+  """ValueError, all fields named, for the workdir of another config."""
   free = [*_HARMLESS, *(
       f"{name}.{field}" for name in {*saved["phases"], *mine["phases"]}
       for field in _HARMLESS_OF_PHASE
@@ -383,16 +350,11 @@ def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
 
 
 def summary(config, rows: list[dict]) -> dict:
-  """What a run came to, without its single steps.
-
-  Args:
-    config: of the run.
-    rows: of metrics.jsonl.
+  """Summarises the rows of metrics.jsonl.
 
   Returns:
-    environment; config; `curve`, every evaluation with the seconds spent until
-    then, compilation included and starting up not; `phases`, the last
-    evaluation of each.
+    `curve`, every evaluation with the seconds spent until then, compilation
+    included and starting up not; `phases`, the last evaluation of each.
   """
   curve, seconds = [], 0.0
   for row in rows:
@@ -402,19 +364,19 @@ def summary(config, rows: list[dict]) -> dict:
           "step": row["step"], "name": row["phase"],
           "reward": row["eval/reward"], "seconds": round(seconds, 1),
       })
-  ends = [
-      [at for at in curve if at["name"] == name][-1]
-      for name in ("before", *config.phases)
-  ]
-  return {
-      "environment": record.environment(), "config": config.to_dict(),
-      "curve": curve, "phases": ends,
-      "mismatch_max": max(row.get("mismatch_max", 0.0) for row in rows),
-  }
+  last = {at["name"]: at for at in curve}
+  return record.begin(
+      config, curve=curve,
+      phases=[last[name] for name in ("before", *config.phases)],
+      mismatch_max=max(row.get("mismatch_max", 0.0) for row in rows),
+  )
 
 
 def export(problem: Problem, params, directory: pathlib.Path) -> None:
-  """Writes the model in Hugging Face's format, adapters merged."""
+  """Writes the model in Hugging Face's format, and drafters that were trained.
+
+  Adapters are merged; `drafters.files.load` reads a drafter.
+  """
   config = problem.run.model.config
   params = jax.device_get(params)
   if config.adapter is not None:
@@ -425,10 +387,6 @@ def export(problem: Problem, params, directory: pathlib.Path) -> None:
       directory, config, params, tokenizer=source.tokenizer,
       stop_ids=source.stop_ids, bos_id=source.bos_id,
   )
-
-
-def export_drafters(problem: Problem, directory: pathlib.Path) -> None:
-  """Writes what was trained beside the model, to be read by `files.load`."""
   for phase in problem.run.phases:
     if phase.speculator is not None and phase.speculator.reads_states:
       drafter_files.save(
@@ -437,4 +395,4 @@ def export_drafters(problem: Problem, directory: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  cli.main(run, "configs/train_tiny.py")
+  cli.main(run, "configs/train.py")

@@ -18,8 +18,7 @@ from branch_replay import adapters
 from branch_replay import sharding
 from branch_replay.config import Adapter
 from branch_replay.weights import hf
-from configs import train_smoke
-from configs import train_smollm2
+from configs import train as train_config
 from experiments import train
 from tests import tiny
 
@@ -125,7 +124,7 @@ def test_what_does_not_exist_is_an_error(tmp_path):
 
 def parsed(*of_fields):
   """The smoke config as the command line makes it."""
-  words = ["train", f"--config={train_smoke.__file__}", *of_fields]
+  words = ["train", f"--config={train_config.__file__}:tiny", *of_fields]
   values = flags.FlagValues()
   with mock.patch.object(sys, "argv", words):  # where it looks for fields
     config_flags.DEFINE_config_file("config", flag_values=values)
@@ -189,7 +188,7 @@ def test_what_a_file_gives_is_trained_in_float32(
       tiny.BASE, param_dtype="bfloat16", compute_dtype="bfloat16"
   )
   br.save_hf(tmp_path, narrow, tiny.model(narrow)[1])
-  config = train_smollm2.get_config()
+  config = train_config.get_config("smollm2")
   config.pretrained = str(tmp_path)
   config.adapter.rank, config.param_dtype = rank, param_dtype
   loaded = train.weights_of(config)

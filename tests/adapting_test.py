@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from configs import adapting_tiny
+from configs import adapting as adapting_config
 from experiments import adapting
 
 
 @pytest.fixture
 def config(tmp_path):
-  config = adapting_tiny.get_config()
+  config = adapting_config.get_config("tiny")
   config.shared = (*config.shared, ("data_dir", str(tmp_path / "tasks")))
   return config
 
@@ -28,7 +28,7 @@ def test_it_probes_both_drafters_and_can_be_run_again(tmp_path, config):
   for drafter in (later["frozen"], later["adapting"]):
     assert 1 <= drafter["accept_length"] <= 1 + config.draft_length
     assert drafter["rows_that_differ"] == 0
-  assert (tmp_path / "run/adapting.png").exists()
+  assert (tmp_path / "run/figure.png").exists()
   # A run that has lost its last case makes that one again, from its drafter.
   log = tmp_path / "run/cases.jsonl"
   log.write_text(log.read_text().splitlines()[0] + "\n")

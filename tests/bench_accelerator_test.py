@@ -8,12 +8,12 @@ import jax
 import pytest
 
 from configs import bench_accelerator as full_size
-from configs import bench_accelerator_tiny
 from experiments import bench_accelerator
+from experiments.reporting import speed
 
 
 def small(**changes):
-  config = bench_accelerator_tiny.get_config()
+  config = full_size.get_config("tiny")
   config.update(dict(prefixes=(64,), modes=("exact",), repeats=1) | changes)
   return config
 
@@ -32,7 +32,7 @@ def test_a_benchmark_writes_what_it_promises(tmp_path):
   assert one["temp_bytes"] > 0 and one["peak_bytes_so_far"] is None
   assert 0 < one["relative_error"] < 1e-5
   assert results["environment"]["device_kind"] == "cpu"
-  assert "exact" in bench_accelerator.table(results)
+  assert "exact" in speed.attention(results)
 
 
 def fake(config, case):
@@ -68,7 +68,7 @@ def test_what_does_not_fit_or_fails_is_recorded_and_the_rest_goes_on(
   assert by[8192, "stop", "cudnn"]["failed"] == (
       "NotImplementedError: no such kernel"
   )
-  text = bench_accelerator.table(results)
+  text = speed.attention(results)
   assert "out of memory: Jax" in text and "no such kernel" in text
 
 

@@ -11,13 +11,13 @@ import pytest
 
 import branch_replay as br
 from branch_replay.rollout import law as law_lib
-from configs import bench_rollout_tiny
+from configs import bench_rollout as config_file
 from experiments import bench_rollout
 from tests import tiny
 
 
 def test_a_benchmark_writes_what_it_promises(tmp_path):
-  config = bench_rollout_tiny.get_config()
+  config = config_file.get_config("tiny")
   results = bench_rollout.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
@@ -68,7 +68,7 @@ def test_where_two_rollouts_first_differ_the_scores_are_compared():
     ({"document": "no/such/file"}, "not a file"),
 ))
 def test_configs_that_cannot_be_run(tmp_path, change, message):
-  config = bench_rollout_tiny.get_config()
+  config = config_file.get_config("tiny")
   config.update(change)
   with pytest.raises(ValueError, match=message):
     bench_rollout.run(config, tmp_path)

@@ -7,14 +7,14 @@ import json
 import pytest
 
 from branch_replay import flops
-from configs import bench_tiny
-from experiments import bench_report
+from configs import bench_step as config_file
 from experiments import bench_step
+from experiments.reporting import speed
 from tests import tiny
 
 
 def small():
-  config = bench_tiny.get_config()
+  config = config_file.get_config("tiny")
   config.update({
       "grid": (((16,), (2,), (8,)),),
       "variants": (("full", "keep"), ("exact", "recompute")),
@@ -45,7 +45,8 @@ def test_shapes_are_products_each_once_and_cheap_first():
 
 
 def test_what_is_left_out_has_a_reason():
-  config = bench_tiny.get_config()  # full up to 32, chunks of 16, four or more
+  # full up to 32, chunks of 16, four or more
+  config = config_file.get_config("tiny")
   assert "P=32" in bench_step.left_out(config, (64, 2, 8), "full")
   assert bench_step.left_out(config, (32, 2, 8), "full") is None
   assert "4 chunks" in bench_step.left_out(config, (32, 2, 8), "sampled")
@@ -65,7 +66,7 @@ def case(prefix, branches, seconds, work):
 
 
 def test_growth_by_hand():
-  rows = bench_report.growth([
+  rows = speed.growth([
       case(64, 2, 3.0, 300), case(32, 2, 1.0, 150), case(32, 4, 5.0, 300),
   ])
   prefix, group = rows
@@ -96,13 +97,13 @@ def test_a_case_is_measured_once_and_all_is_written(tmp_path, monkeypatch):
   assert json.loads((tmp_path / "results.json").read_text()) == (
       json.loads(json.dumps(results))
   )
-  assert (tmp_path / "bench.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   full, exact = results["cases"][0]["runs"]
   assert len(full["seconds"]) == len(exact["seconds"]) == config.repeats
   assert full["loss"] == pytest.approx(exact["loss"], rel=1e-5)
   assert full["temp_bytes"] > 0
   assert exact["flops"] > exact["useful_flops"]
-  assert "16  2  8  exact" in bench_report.table(results)
+  assert "| 16 | exact | recompute |" in speed.table(results)
 
   def again(*_):
     raise AssertionError("a finished case was measured again")

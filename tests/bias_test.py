@@ -13,12 +13,12 @@ import pytest
 
 import branch_replay as br
 from branch_replay.weights import pretrained as pretrained_lib
-from configs import bias_batch_tiny
-from configs import bias_training_tiny
+from configs import bias_batch as batch_config
+from configs import bias_training as training_config
 from experiments import bias_batch
 from experiments import bias_sweep
 from experiments import bias_training
-from experiments import compare_backward
+from experiments import prompts
 
 ADAM = dict(b1=0.9, b2=0.999, eps=1e-8)
 
@@ -68,16 +68,16 @@ def test_coherence_tells_a_bias_from_noise(same):
         "exact_norm": 2.0, "estimators": {"stop": {"relative_error": 0.5}}
     })
   config = ml_collections.ConfigDict({"estimators": {}})
-  result = bias_batch.compare(config, sums, groups)
+  result = bias_batch.compared(config, sums, groups)
   assert result["exact_coherence"] == pytest.approx(1)
   assert result["estimators"]["stop"]["error_coherence"] == pytest.approx(
       4 if same else 1
   )
 
 
-def byte_model(_):
+def byte_model(*_):
   """The model of the tiny training study, before training."""
-  model = br.Decoder(br.ModelConfig(**bias_training_tiny.get_config().model))
+  model = br.Decoder(br.ModelConfig(**training_config.get_config("tiny").model))
   params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
   return pretrained_lib.Pretrained(
       model, params["params"], bias_training.byte_tokenizer()
@@ -85,19 +85,19 @@ def byte_model(_):
 
 
 def test_the_batch_study_writes_what_it_promises(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(compare_backward, "load", byte_model)
-  config = bias_batch_tiny.get_config()
+  monkeypatch.setattr(bias_sweep.load_lib, "load", byte_model)
+  config = batch_config.get_config("tiny")
   # A budget of all chunks runs them all with weight 1: exact.
-  config.estimators = {"top": 4.0, "uniform": 16.0}
+  config.estimators = {"top": 4.0, "importance": 16.0}
   results = bias_batch.run(config, tmp_path)
   assert "starting anew" not in capsys.readouterr().out
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "bias_batch.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert [row["n"] for row in results["sums"]] == [1, 2]
   for row in results["sums"]:
     far = row["estimators"]
-    assert far["uniform"]["relative_error"] < 2e-3  # a difference of squares
+    assert far["importance"]["relative_error"] < 1e-5
     assert far["top"]["relative_error"] < far["stop"]["relative_error"]
     assert far["stop"]["cosine"] < 0.99
     assert 0 < row["exact_coherence"] <= row["n"] + 1e-4
@@ -122,8 +122,8 @@ def test_the_batch_study_writes_what_it_promises(tmp_path, monkeypatch, capsys):
 def test_bad_batch_configs_stop_with_a_message(
     tmp_path, monkeypatch, change, message
 ):
-  monkeypatch.setattr(compare_backward, "load", byte_model)
-  config = bias_batch_tiny.get_config()
+  monkeypatch.setattr(bias_sweep.load_lib, "load", byte_model)
+  config = batch_config.get_config("tiny")
   with config.unlocked():
     config.update(change)
   with pytest.raises(ValueError, match=message):
@@ -132,7 +132,7 @@ def test_bad_batch_configs_stop_with_a_message(
 
 
 def test_a_dead_group_is_not_added(monkeypatch):
-  config = bias_batch_tiny.get_config()
+  config = batch_config.get_config("tiny")
   pretrained = byte_model("")
   parts = bias_sweep.Study(pretrained.model, br.Schedule(chunk_size=16))
   group_of = bias_sweep.group_of
@@ -143,7 +143,7 @@ def test_a_dead_group_is_not_added(monkeypatch):
 
   monkeypatch.setattr(bias_sweep, "group_of", dead)
   result = bias_batch.add_group(
-      config, pretrained, bias_batch.cases(config)[0], bias_sweep.documents(),
+      config, pretrained, bias_batch.cases(config)[0], prompts.texts(),
       parts, None,
   )
   assert result["dead"] and "estimators" not in result
@@ -179,11 +179,11 @@ def test_shares_by_hand():
 
 
 def test_the_training_study_writes_what_it_promises(tmp_path):
-  config = bias_training_tiny.get_config()
+  config = training_config.get_config("tiny")
   results = bias_training.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "bias_training.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   before, after = results["records"]
   assert (before["step"], after["step"]) == config.steps
   assert before["validation_loss"] == pytest.approx(np.log(256), abs=0.3)
@@ -191,9 +191,7 @@ def test_the_training_study_writes_what_it_promises(tmp_path):
   for row in (before, after):
     assert row["stop"]["cosine"]["n"] == config.documents * config.seeds
     assert 0 < row["stop"]["cosine"]["mean"] < 0.99
-    assert {one["law"] for one in row["estimators"]} == {
-        "importance", "top", "uniform"
-    }
+    assert {one["law"] for one in row["estimators"]} == {"importance", "top"}
     for part in row["shares"].values():
       assert 0 < part["first"]["mean"] <= part["two_largest"]["mean"] <= 1
 
@@ -207,7 +205,7 @@ def test_the_training_study_writes_what_it_promises(tmp_path):
     ],
 )
 def test_bad_training_configs_stop_with_a_message(tmp_path, change, message):
-  config = bias_training_tiny.get_config()
+  config = training_config.get_config("tiny")
   config.update(change)
   with pytest.raises(ValueError, match=message):
     bias_training.run(config, tmp_path)

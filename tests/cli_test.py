@@ -12,30 +12,31 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("argument, said", (
-    ("--help", ("A SIMULATION of a rollout", "--workdir:", "--devices:",
-                "--config:", "--config.<field>=<value>")),
+    ("--help", ("One gradient over a very long prefix", "--workdir:",
+                "--devices:", "--config:", "--config.<field>=<value>")),
     ("--workdi=x", ("Did you mean: workdir",)),
-    ("workers=3", ("'workers=3' is no flag", "--config.workers=3")),
-    ("configs/simulate_rollouts.py", (
-        "error: 'configs/simulate_rollouts.py' is no flag: did you mean "
-        "--config=configs/simulate_rollouts.py?",
+    ("prefix=3", ("'prefix=3' is no flag", "--config.prefix=3")),
+    ("configs/long_run.py:stop", (
+        "error: 'configs/long_run.py:stop' is no flag: did you mean "
+        "--config=configs/long_run.py:stop?",
     )),
-    ("--config=configs/simulate_rollout.py", (
-        "error: there is no config", "configs/simulate_rollouts.py?",
+    ("--config=configs/long_ran.py", (
+        "error: there is no config", "configs/long_run.py?",
     )),
-    ("--config=configs/simulate_rollouts.py --config.worker=3", (
-        "error: the config has no field 'worker'", 'Did you mean "workers"',
+    ("--config=configs/long_run.py:odd", (
+        "error: Unknown variant 'odd': use one of stop, hybrid, hybrid_stop, "
+        "tiny.",
     )),
-    ("--config.worker=3", ("error: the config has no field 'worker'",
-                           'Did you mean "workers"')),
-    ("--config.bench=none.json", ("error: ", "run experiments.bench_rollout")),
+    ("--config=configs/long_run.py:tiny --config.prefi=3", (
+        "error: the config has no field 'prefi'", 'Did you mean "prefix"',
+    )),
+    ("--config.prefi=3", ("error: the config has no field 'prefi'",
+                          'Did you mean "prefix"')),
+    ("--config.model.num_kv_heads=2", ("error: ",)),
 ))
 def test_what_the_command_line_says(argument, said):
   done = subprocess.run(
-      [
-          sys.executable, "-m", "experiments.simulate_rollouts",
-          *argument.split(),
-      ],
+      [sys.executable, "-m", "experiments.long_run", *argument.split()],
       capture_output=True, text=True, cwd=_ROOT,
   )
   text = done.stdout + done.stderr

@@ -8,15 +8,14 @@ import pytest
 
 import branch_replay as br
 from branch_replay import flops
-from configs import compare_architectures
 from configs import compare_trees as trees_config
-from configs import compare_trees_tiny
 from experiments import compare_trees
+from experiments.reporting import comparisons
 from tests import tiny
 
 
 def test_a_comparison_writes_what_it_promises(tmp_path):
-  config = compare_trees_tiny.get_config()
+  config = trees_config.get_config("tiny")
   results = compare_trees.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
@@ -33,13 +32,13 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
       exact["speedup"] / exact["token_ratio"]
   )
   assert full["flops"] > 2 * exact["flops"]
-  table = compare_trees.table(results)
+  table = comparisons.trees(results)
   assert "| full | agent | exact |" in table
 
 
-@pytest.mark.parametrize("module", (trees_config, compare_architectures))
-def test_every_case_of_the_configs_can_be_built(module):
-  config = module.get_config()
+@pytest.mark.parametrize("variant", ("", "architectures"))
+def test_every_case_of_the_configs_can_be_built(variant):
+  config = trees_config.get_config(variant)
   for name in config.architectures:
     model = compare_trees.architecture(name, config)
     for shape in config.trees:
@@ -59,7 +58,7 @@ def test_every_case_of_the_configs_can_be_built(module):
     ({"trees": ("bush",)}, "Unknown tree 'bush'"),
 ])
 def test_bad_configs_stop_with_a_message(tmp_path, change, message):
-  config = compare_trees_tiny.get_config()
+  config = trees_config.get_config("tiny")
   config.update(change)
   with pytest.raises(ValueError, match=message):
     compare_trees.run(config, tmp_path)

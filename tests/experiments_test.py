@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from branch_replay import flops
-from configs import compare_tiny
+from configs import compare_backward as config_file
 from experiments import compare_backward
 from tests import tiny
 
@@ -28,7 +28,7 @@ RUN_FIELDS = {
 
 
 def small():
-  config = compare_tiny.get_config()
+  config = config_file.get_config("tiny")
   config.update({"prompt_tokens": 20, "branches": 3, "tail_tokens": 6,
                  "chunk_size": 16, "repeats": 1})
   return config
@@ -47,7 +47,7 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
   results = compare_backward.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "report.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert set(results) >= {"environment", "model", "runs"}
   full, exact, stop, sampled = results["runs"]
   for run in results["runs"]:

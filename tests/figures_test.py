@@ -9,20 +9,16 @@ import re
 import PIL.Image
 import pytest
 
-from experiments import bias_matrices
-from experiments import figures
-from experiments import reach_report
-from experiments import rollout_report
-from experiments import simulate_rollouts
-from experiments import staleness
+from experiments.reporting import bias
+from experiments.reporting import figures
+from experiments.reporting import plans
+from experiments.reporting import record
+from experiments.reporting import rollouts
+from experiments.reporting import training
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def results(name):
-  return json.loads((figures.RESULTS / f"{name}.json").read_text())
 
 
 def is_drawn(path):
@@ -39,7 +35,7 @@ def test_a_figure_is_drawn_from_its_results(name, tmp_path):
 
 def test_a_figure_without_results_names_the_command(tmp_path, monkeypatch,
                                                     capsys):
-  monkeypatch.setattr(figures, "RESULTS", tmp_path)
+  monkeypatch.setattr(record, "RESULTS", tmp_path)
   assert figures.show("staleness") is None
   said = capsys.readouterr().out
   assert "experiments/results/staleness.json is not there" in said
@@ -56,7 +52,7 @@ def test_every_command_names_what_is_there():
     if figure.command.startswith("make "):
       assert f"\n{figure.command.split()[1]}:" in makefile
       continue
-    module, *config = re.findall(r"experiments\.(\w+)|(configs/\S+)",
+    module, *config = re.findall(r"experiments\.(\w+)|(configs/\w+\.py)",
                                  figure.command)
     assert (ROOT / "experiments" / f"{module[0]}.py").exists()
     for _, file in config:
@@ -69,10 +65,11 @@ def test_pictures_of_the_pages_are_figures_and_committed():
       for page in PAGES
       for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())
   ]
+  drawn = {*figures.FIGURES, "simulate_rollouts"}  # that one by a notebook
   assert figures.FOLDER / "compare_smollm2.png" in shown
   for path in shown:
     assert path.exists() and path.parent == figures.FOLDER, path
-    assert path.stem in figures.FIGURES and path.stat().st_size < 150_000, path
+    assert path.stem in drawn and path.stat().st_size < 150_000, path
 
 
 def test_notebooks_show_every_figure_and_keep_no_output():
@@ -99,12 +96,12 @@ def test_the_notebook_on_extending_is_the_page():
 
 
 def test_matrices_are_compared_along_one_axis():
-  found = results("bias_sweep")
-  rows = bias_matrices.along(found, "tail_tokens")
+  found = record.committed("bias_sweep")
+  rows = bias.along(found, "tail_tokens")
   assert [row["tail_tokens"] for row in rows] == [16, 32, 128]
   assert {(row["prompt_tokens"], row["branches"]) for row in rows} == {(512, 4)}
   for row in rows:
-    assert set(bias_matrices.MATRICES.values()) <= set(row["per_matrix_cosine"])
+    assert set(bias.MATRICES.values()) <= set(row["per_matrix_cosine"])
 
 
 def test_what_a_larger_group_costs():
@@ -116,7 +113,7 @@ def test_what_a_larger_group_costs():
       "positions": 100, "gigabytes_more_for_8_than_for_2": 0.21,
       "steps": [{"branches": 2, "seconds": 10}, {"branches": 8, "seconds": 13}],
   }
-  found = reach_report.of_groups(
+  found = plans.of_groups(
       {"plans": [plan(2, 5, 4e9), plan(8, 6, 7e9)]}, published
   )
   assert found["ours"] == {"gigabytes": 3.0, "ratio": 1.2}
@@ -133,15 +130,15 @@ def run(**fields):
 def test_figures_of_rollouts_and_of_staleness(tmp_path):
   drafted = run(drafter="ngram", draft_length=2, drafted=8, accepted=2)
   plain = run(compact=False)
-  assert [rollout_report.name_of(x) for x in (plain, run(), drafted)] == [
+  assert [rollouts.name_of(x) for x in (plain, run(), drafted)] == [
       "plain", "compacted", "ngram, 2"
   ]
-  rollout_report.draw({"runs": [plain, run(), drafted]}, tmp_path / "a.png")
+  rollouts.draw({"runs": [plain, run(), drafted]}, tmp_path / "a.png")
   row = {
       "batch": 0, "log_prob_drift_mean": 0.0, "answer_loss_difference": 0.0,
       "gradient_cosine": 1.0,
   }
-  staleness.draw(
+  training.draw_drift(
       {
           "config": {"updates": [0, 1]},
           "rows": [row | {"updates": 0}, row | {"updates": 1}],
@@ -149,29 +146,3 @@ def test_figures_of_rollouts_and_of_staleness(tmp_path):
       tmp_path / "b.png",
   )
   assert is_drawn(tmp_path / "a.png") and is_drawn(tmp_path / "b.png")
-
-
-def test_the_timeline_is_simulated_again_from_what_was_written(
-    tmp_path, monkeypatch
-):
-  drawn = []
-  monkeypatch.setattr(
-      simulate_rollouts, "draw", lambda *arguments: drawn.append(arguments)
-  )
-  # As JSON has them: keys are text.
-  given = {
-      "config": {
-          "workers": 2, "branches": 3, "median_tokens": 20.0, "spread": 0.5,
-          "most_tokens": 50, "seed": 4,
-      },
-      "costs": {
-          "seconds": {"0": {"4": 0.1}, "2": {"4": 0.15}},
-          "accept_length": {"0": 1.0, "2": 1.8}, "seconds_per_update": 0.5,
-      },
-  }
-  simulate_rollouts.draw_first_step(given, tmp_path / "a.png")
-  ((timelines, config, path),) = drawn
-  assert path == tmp_path / "a.png" and config.branches == 3
-  assert len(timelines["plain"]) == 2
-  assert {x.draft_length for x in timelines["drafts"][0]} == {2}
-  assert {x.draft_length for x in timelines["plain"][0]} == {0}

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
-from configs import learning_smoke
+from configs import learning
 from experiments import learning_curves
 
 
 @pytest.fixture
 def config(tmp_path):
-  config = learning_smoke.get_config()
+  config = learning.get_config("tiny")
   config.shared = (*config.shared, ("data_dir", str(tmp_path / "tasks")))
   return config
 
@@ -30,7 +30,7 @@ def test_variants_share_a_warm_up_and_are_kept(tmp_path, config, monkeypatch):
   assert exact["seconds"][0] == pytest.approx(sum(
       exact[f"{part}_seconds"][0] for part in ("rollout", "draft", "learn")
   ))
-  assert (tmp_path / "run/learning_curves.png").exists()
+  assert (tmp_path / "run/figure.png").exists()
   monkeypatch.setattr(learning_curves, "run_variant", None)  # nothing is run
   again = learning_curves.run(config, tmp_path / "run")
   assert json.loads(json.dumps(again["runs"])) == results["runs"]
@@ -38,4 +38,5 @@ def test_variants_share_a_warm_up_and_are_kept(tmp_path, config, monkeypatch):
 
 def test_a_base_without_warm_up(config):
   config.shared = (*config.shared, ("phases", ("reinforce",)))
-  assert learning_curves.warm_up(config, 0, None) is None
+  folder, params = learning_curves.warm_up(config, 0, None)
+  assert folder is None and params

@@ -7,15 +7,12 @@ import json
 import pytest
 
 from branch_replay import hosted
-from configs import long_run as long_run_config
-from configs import long_run_hybrid
-from configs import long_run_stop
-from configs import long_run_tiny
+from configs import long_run as config_file
 from experiments import long_run
 
 
 def test_a_hybrid_run_writes_what_it_promises(tmp_path):
-  config = long_run_hybrid.get_config()
+  config = config_file.get_config("hybrid")
   config.update({"prefix": 63, "chunk_size": 32, "tail_tokens": 8})
   config.model.update({"num_layers": 2, "width": 16, "window": 8})
   results = long_run.run(config, tmp_path)
@@ -31,7 +28,7 @@ def test_an_interrupt_says_how_far_it_came(tmp_path, monkeypatch, capsys):
     raise KeyboardInterrupt
 
   monkeypatch.setattr(hosted, "_push", interrupted)
-  config = long_run_tiny.get_config()
+  config = config_file.get_config("tiny")
   config.devices = 1
   with pytest.raises(KeyboardInterrupt):
     long_run.run(config, tmp_path)
@@ -41,13 +38,13 @@ def test_an_interrupt_says_how_far_it_came(tmp_path, monkeypatch, capsys):
 
 
 def test_the_configs_are_of_the_lengths_they_claim():
-  for module, prefix, mode in (
-      (long_run_config, 262_144, "exact"), (long_run_stop, 524_288, "stop"),
-      (long_run_hybrid, 2_097_152, "exact"),
+  for variant, prefix, mode in (
+      ("", 262_144, "exact"), ("stop", 524_288, "stop"),
+      ("hybrid", 2_097_152, "exact"), ("hybrid_stop", 2_097_152, "stop"),
   ):
-    config = module.get_config()
+    config = config_file.get_config(variant)
     assert (config.prefix, config.mode) == (prefix, mode)
-    assert f"{prefix:,}".replace(",", " ") in module.__doc__
+    assert f"{prefix:,}".replace(",", " ") in config_file.__doc__
     geometry = long_run._geometry(config.model)
     assert geometry.max_positions > prefix + config.tail_tokens
   assert not geometry.positional and geometry.recurrent

@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import pytest
 
-from configs import peers_tiny
-from experiments import peers
-from experiments import peers_report
-from experiments.peer_workers import client
-from experiments.peer_workers import problem as problem_lib
-from experiments.peer_workers import serve
-from experiments.peer_workers import session
+from configs import peers as peers_config
+from experiments.peers import client
+from experiments.peers import measure as peers
+from experiments.peers import problem as problem_lib
+from experiments.peers import report
+from experiments.peers import serve
+from experiments.peers import session
 
 ROW_FIELDS = {
     "peer", "mode", "seconds", "seconds_median", "first_seconds", "cpu_seconds",
@@ -33,7 +33,7 @@ GRADIENT = {
 
 
 def small():
-  config = peers_tiny.get_config()
+  config = peers_config.get_config("tiny")
   config.peers = ("ours_exact_keep", "prefix_grouper", "ours_stop")
   config.peers_python = sys.executable
   return config
@@ -93,9 +93,9 @@ def test_names():
 def test_a_comparison_writes_what_it_promises(tmp_path, fake):
   assert fake.seconds["ours_stop"] == 1.0
   results = peers.run(small(), tmp_path)
-  written = json.loads((tmp_path / "peers.json").read_text())
+  written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
-  assert (tmp_path / "peers.png").stat().st_size > 10_000
+  assert (tmp_path / "figure.png").stat().st_size > 10_000
   (entry,) = results["prefixes"]
   assert entry["finished"] and entry["prompt_tokens"] == 32
   assert entry["reference"] == "ours_exact_keep"
@@ -116,9 +116,10 @@ def test_another_gradient_is_an_error_after_all_is_written(tmp_path, fake):
   fake.gradients = {"prefix_grouper": wrong}
   with pytest.raises(ValueError, match="prefix_grouper at 32"):
     peers.run(small(), tmp_path)
-  (entry,) = json.loads((tmp_path / "peers.json").read_text())["prefixes"]
+  (entry,) = json.loads((tmp_path / "results.json").read_text())["prefixes"]
   assert [row["agrees"] for row in entry["peers"]] == [False, True, True]
-  assert "NO" in peers_report.table({"prefixes": [entry]})
+  (remark,) = report.remarks({"prefixes": [entry]})
+  assert remark.startswith("32 prefix_grouper: another gradient, by")
   fake.gradients = {"ours_stop": wrong}  # biased by definition
   peers.run(small(), tmp_path / "stop")
 
@@ -155,9 +156,9 @@ def test_an_interrupt_leaves_the_lengths_before(tmp_path, fake):
   fake.fails = {"ours_stop": KeyboardInterrupt()}
   with pytest.raises(KeyboardInterrupt):
     peers.run(config, tmp_path)
-  written = json.loads((tmp_path / "peers.json").read_text())
+  written = json.loads((tmp_path / "results.json").read_text())
   assert [e["finished"] for e in written["prefixes"]] == [True, False]
-  assert "not finished" in peers_report.table(written)
+  assert report.remarks(written)[-1].endswith("not finished")
 
 
 def entries(row):
@@ -165,7 +166,7 @@ def entries(row):
 
 
 def test_what_cannot_be_run_is_foreseen():
-  config = peers_tiny.get_config()
+  config = peers_config.get_config("tiny")
   config.ours_full_up_to = 2048
   reason = peers.foreseen(config, "ours_full", 4096, [])
   assert reason == "run up to 2048 prompt tokens"
@@ -195,9 +196,8 @@ def test_a_system_that_takes_too_long_is_given_up(tmp_path, fake):
   assert grouper["not_run"] == "one gradient took 5 s; the limit is 4 s"
   assert grouper["seconds"] == [] and "time_ratio" not in grouper
   assert all(row["agrees"] for row in ours)
-  assert "32 prefix_grouper: not run: one gradient took 5 s" in (
-      peers_report.table({"prefixes": [entry]})
-  )
+  (remark,) = report.remarks({"prefixes": [entry]})
+  assert remark.startswith("32 prefix_grouper: not run: one gradient took 5 s")
 
 
 def test_without_an_environment_for_the_others(tmp_path):
@@ -205,11 +205,11 @@ def test_without_an_environment_for_the_others(tmp_path):
   config.peers_python = "no/such/python"
   with pytest.raises(ValueError, match="no/such/python does not exist"):
     peers.run(config, tmp_path)
-  assert not (tmp_path / "peers.json").exists()
+  assert not (tmp_path / "results.json").exists()
 
 
 def test_problems_survive_a_file_and_share_weights(tmp_path):
-  model = peers_tiny.get_config().model.to_dict()
+  model = peers_config.get_config("tiny").model.to_dict()
   sizes = dict(branches=2, tail=3, seed=0)
   one = problem_lib.create(model, prompt=5, **sizes)
   problem_lib.save(one, tmp_path / "p.npz")

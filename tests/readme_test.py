@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from experiments import readme
+from experiments.reporting import readme
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -18,7 +18,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", readme.PAGES)
 def test_tables_are_those_of_the_committed_results(page):
   text = (ROOT / page).read_text()
-  assert readme.render(text) == text, "run: python -m experiments.readme"
+  assert readme.render(text) == text, (
+      "run: python -m experiments.reporting.readme"
+  )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -31,7 +33,7 @@ def test_no_table_of_measured_numbers_is_typed_in(page):
       row for row in rows
       if sum(bool(number.fullmatch(x)) for x in row.split("|")) > 1
   ]
-  assert not typed, "mark the table, and give its form in experiments/readme.py"
+  assert not typed, "mark the table, and list its form in reporting/readme.py"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -28,7 +28,7 @@ from branch_replay.training import metrics
 from branch_replay.training import optimizers
 from branch_replay.training import phases
 from branch_replay.training import step as step_lib
-from experiments import record
+from experiments.reporting import record
 from tests import tiny
 from tests import training_test
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from branch_replay import flops
-from configs import time_breakdown_tiny
+from configs import time_breakdown as config_file
 from experiments import time_breakdown
 from tests import tiny
 
@@ -50,12 +50,12 @@ def test_operations_of_the_parts_are_those_of_the_whole():
 
 
 def test_a_breakdown_writes_what_it_promises(tmp_path):
-  config = time_breakdown_tiny.get_config()
+  config = config_file.get_config("tiny")
   results = time_breakdown.run(config, tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())
   assert written == json.loads(json.dumps(results))
   assert all(len(x) == 2 for x in results["seconds"].values())
-  assert (tmp_path / "time_breakdown.png").exists()
+  assert (tmp_path / "figure.png").exists()
   config.repeats = 0
   with pytest.raises(ValueError, match="repeats"):
     time_breakdown.run(config, tmp_path)

@@ -14,9 +14,7 @@ import branch_replay as br
 from branch_replay.rollout.drafters import files as drafter_files
 from branch_replay.training import checkpoints
 from branch_replay.training import metrics
-from configs import train_smoke
-from configs import train_smollm2
-from configs import train_tiny
+from configs import train as train_config
 from experiments import learning_curves
 from experiments import train
 
@@ -29,7 +27,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture
 def config(tasks):
-  config = train_smoke.get_config()
+  config = train_config.get_config("tiny")
   config.data_dir = tasks
   return config
 
@@ -104,9 +102,9 @@ def test_a_missing_field_is_named(config):
     train.build(config)
 
 
-@pytest.mark.parametrize("of", [train_tiny, train_smollm2])
-def test_all_configs_have_the_fields_that_are_read(of):
-  train.check_fields(of.get_config())
+@pytest.mark.parametrize("variant", ["", "smollm2", "tiny"])
+def test_all_configs_have_the_fields_that_are_read(variant):
+  train.check_fields(train_config.get_config(variant))
 
 
 def test_algorithms_by_name(config):
@@ -156,7 +154,7 @@ def test_another_number_of_devices_goes_on(tmp_path, config):
 def test_a_terminated_run_saves_and_goes_on(tmp_path, config):
   command = [
       sys.executable, "-m", "experiments.train",
-      "--config=configs/train_smoke.py", f"--workdir={tmp_path / 'run'}",
+      "--config=configs/train.py:tiny", f"--workdir={tmp_path / 'run'}",
       f"--config.data_dir={config.data_dir}", "--config.reinforce.steps=400",
       "--config.reinforce.speculation.drafter=none",
   ]
