@@ -6,6 +6,7 @@ Every check raises a TypeError for a value of the wrong type and a ValueError
 for one that cannot be, with the argument's name and what was given.
 """
 
+from collections.abc import Mapping
 import math
 import numbers
 import os
@@ -174,3 +175,25 @@ def _shown(value) -> str:
     return f"a {kind} {value.dtype}{list(np.shape(value))}"
   text = repr(value)
   return f"{text if len(text) < 60 else text[:57] + '...'} of type {kind}"
+
+
+def params_tree(params) -> None:
+  """Refuses what is no tree of parameters, of whatever model."""
+  if not isinstance(params, Mapping):
+    hint = " Pass its .params." if isinstance(
+        getattr(params, "params", None), Mapping
+    ) else ""
+    raise TypeError(
+        "params must be the dict that Decoder.init(...)['params'] is, not a "
+        f"{type(params).__name__}.{hint}"
+    )
+  if "params" in params and "layers" not in params:
+    raise ValueError(
+        "params is what Decoder.init returned as a whole: pass its 'params', "
+        "variables['params']."
+    )
+
+
+def path_name(path) -> str:
+  """A key path as "layers/project/key/kernel"."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")

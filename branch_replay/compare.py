@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import numpy as np
 
+from branch_replay import checks
+
 _FLOOR = 1e-3
 
 
@@ -41,16 +43,11 @@ def _cosine(a, b) -> float:
   return float(a.ravel() @ b.ravel()) / norms
 
 
-def path_name(path) -> str:
-  """A key path as "layers/project/key/kernel"."""
-  return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def named(tree) -> dict[str, np.ndarray]:
   """Leaves by path, "layers/project/key/kernel"."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
-      path_name(path): np.asarray(leaf)
+      checks.path_name(path): np.asarray(leaf)
       for path, leaf in leaves
   }
 

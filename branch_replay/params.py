@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether parameters are those of a model: names and shapes, not values."""
 
-from collections.abc import Mapping
 import functools
 
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import compare
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 
@@ -31,7 +29,7 @@ def check(model: decoder.Decoder, params) -> None:
       or would not be read.
   """
   check_model(model)
-  check_tree(params)
+  checks.params_tree(params)
   wanted, found = _expected(model.config), _named(params)
   for name, shape in wanted.items():
     leaf = found.get(name)
@@ -63,23 +61,6 @@ def check(model: decoder.Decoder, params) -> None:
     )
 
 
-def check_tree(params) -> None:
-  """Refuses what is no tree of parameters, of whatever model."""
-  if not isinstance(params, Mapping):
-    hint = " Pass its .params." if isinstance(
-        getattr(params, "params", None), Mapping
-    ) else ""
-    raise TypeError(
-        "params must be the dict that Decoder.init(...)['params'] is, not a "
-        f"{type(params).__name__}.{hint}"
-    )
-  if "params" in params and "layers" not in params:
-    raise ValueError(
-        "params is what Decoder.init returned as a whole: pass its 'params', "
-        "variables['params']."
-    )
-
-
 def check_model(model) -> None:
   """Raises TypeError for what is no `Decoder`."""
   if not isinstance(model, decoder.Decoder):
@@ -96,7 +77,7 @@ def check_model(model) -> None:
 
 def _named(tree) -> dict:
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {compare.path_name(path): leaf for path, leaf in leaves}
+  return {checks.path_name(path): leaf for path, leaf in leaves}
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,8 +25,6 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import compare
-from branch_replay import params as params_lib
 from branch_replay.layout import Layout
 from branch_replay.ops import attention
 from branch_replay.ops import kernels
@@ -88,7 +86,7 @@ class Sharded(Layout):
     axes = dict(self.axes)
 
     def spec(path, _):
-      name = compare.path_name(path)
+      name = checks.path_name(path)
       if name not in axes:
         return PartitionSpec()
       axis = axes[name] + name.startswith(_LAYERS)
@@ -109,7 +107,7 @@ class Sharded(Layout):
     axes = dict(self.axes)
 
     def each(keys, leaf):
-      name = "/".join(filter(None, (path, compare.path_name(keys))))
+      name = "/".join(filter(None, (path, checks.path_name(keys))))
       if not path and name in _TABLES:
         return leaf
       return sharded(leaf, axes[name]) if name in axes else whole(leaf)
@@ -232,7 +230,7 @@ def sharded(params, devices=None) -> Sharded:
   Raises:
     ValueError: fewer devices than asked for.
   """
-  params_lib.check_tree(params)
+  checks.params_tree(params)
   several = isinstance(devices, (list, tuple, np.ndarray))
   if not several and devices is not None:
     checks.integer(devices, "devices, where it is no list of them,")
@@ -253,7 +251,7 @@ def sharded(params, devices=None) -> Sharded:
   axes = []
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   for path, leaf in leaves:
-    name = compare.path_name(path)
+    name = checks.path_name(path)
     shape = leaf.shape[name.startswith(_LAYERS) :]
     fitting = [axis for axis, size in enumerate(shape) if size % devices == 0]
     if name in _TABLES:

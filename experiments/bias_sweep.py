@@ -37,6 +37,7 @@ from experiments.reporting import bias
 from experiments.reporting import record
 
 _BINS = 64  # of the profile over positions
+_ANY = br.Sampling()
 _NEEDLE = "Note: the access code of the archive is {code}."
 _ASK = "What is the access code of the archive? Answer with the number only."
 
@@ -124,7 +125,7 @@ class Study:
     self.visit = jax.jit(self._visit)
     self.finish = jax.jit(self._finish, static_argnums=0)
 
-  def spec(self, group, mode, sampling=br.Sampling()):
+  def spec(self, group, mode, sampling=_ANY):
     return gradients.make_spec(
         self._model, group, readout.LogProbs(), mode, self._schedule, sampling
     )

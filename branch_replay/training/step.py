@@ -26,7 +26,6 @@ from branch_replay import adapters
 from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay import gradients
-from branch_replay import params as params_lib
 from branch_replay import spec
 from branch_replay.layout import Layout
 from branch_replay.models import decoder
@@ -158,7 +157,7 @@ def create(
   Raises:
     ValueError: an unknown param_dtype, or no adapters to train.
   """
-  params_lib.check_tree(params)
+  checks.params_tree(params)
   _check_optimizer(optimizer)
   adapters.check_name(trainable)
   if not adapters.select(params, trainable):

@@ -21,7 +21,6 @@ from safetensors import numpy as safetensors_numpy
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import params as params_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
@@ -255,7 +254,7 @@ def save_hf(
   """
   directory = checks.path(directory, "directory")
   checks.instance(config, "config", config_lib.ModelConfig)
-  params_lib.check_tree(params)
+  checks.params_tree(params)
   if (directory / _INDEX).exists():
     raise ValueError(
         f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
