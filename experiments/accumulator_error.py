@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
-from branch_replay import compare
+from branch_replay.planning import compare
 from branch_replay.weights import load
 from experiments import cli
 from experiments.reporting import comparisons

@@ -21,10 +21,10 @@ import ml_collections
 import tqdm
 
 import branch_replay as br
-from branch_replay import compare
-from branch_replay import flops
-from branch_replay.ops import kernels
-from branch_replay.schedule import check_mode
+from branch_replay.engine.schedule import check_mode
+from branch_replay.ops.attention import kernels
+from branch_replay.planning import compare
+from branch_replay.planning import flops
 from branch_replay.weights import load as load_lib
 from experiments import bench_step
 from experiments import cli

@@ -21,9 +21,9 @@ import numpy as np
 import tqdm
 
 import branch_replay as br
-from branch_replay import flops
-from branch_replay import state as state_lib
-from branch_replay.schedule import check_mode
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import check_mode
+from branch_replay.planning import flops
 from branch_replay.weights import load as load_lib
 from experiments import cli
 from experiments import compare_backward

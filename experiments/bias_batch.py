@@ -27,8 +27,8 @@ import optax
 import tqdm
 
 import branch_replay as br
-from branch_replay import compare
-from branch_replay import estimators
+from branch_replay.engine import estimators
+from branch_replay.planning import compare
 from experiments import bias_sweep
 from experiments import cli
 from experiments import prompts

@@ -21,13 +21,13 @@ import numpy as np
 import tqdm
 
 import branch_replay as br
-from branch_replay import compare
-from branch_replay import compiled
-from branch_replay import estimators as estimators_lib
-from branch_replay import gradients
-from branch_replay import readout
-from branch_replay import spec as spec_lib
-from branch_replay import steps
+from branch_replay.engine import compiled
+from branch_replay.engine import estimators as estimators_lib
+from branch_replay.engine import gradients
+from branch_replay.engine import readout
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import steps
+from branch_replay.planning import compare
 from branch_replay.weights import load as load_lib
 from branch_replay.weights import pretrained as pretrained_lib
 from experiments import cli

@@ -23,11 +23,11 @@ import numpy as np
 import tqdm
 
 import branch_replay as br
-from branch_replay import compare
-from branch_replay import flops
-from branch_replay import gradients
-from branch_replay import sharding
-from branch_replay.schedule import check_mode
+from branch_replay.devices import sharding
+from branch_replay.engine import gradients
+from branch_replay.engine.schedule import check_mode
+from branch_replay.planning import compare
+from branch_replay.planning import flops
 from branch_replay.weights import load as load_lib
 from experiments import cli
 from experiments import prompts

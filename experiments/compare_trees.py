@@ -25,9 +25,9 @@ import numpy as np
 import tqdm
 
 import branch_replay as br
-from branch_replay import flops
-from branch_replay import gradients
-from branch_replay.program import Kind
+from branch_replay.engine import gradients
+from branch_replay.engine.program import Kind
+from branch_replay.planning import flops
 from branch_replay.weights import load
 from experiments import cli
 from experiments import compare_backward

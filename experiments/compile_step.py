@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 import optax
 
 import branch_replay as br
-from branch_replay import plan
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.planning import plan
 from branch_replay.training import optimizers
 from branch_replay.training import step as step_lib
 

@@ -19,8 +19,8 @@ import ml_collections
 import numpy as np
 
 import branch_replay as br
-from branch_replay import flops
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.planning import flops
 from branch_replay.weights import load
 from experiments import cli
 from experiments.reporting import record

@@ -28,9 +28,9 @@ from absl import flags
 import tqdm
 
 from branch_replay import config as config_lib
-from branch_replay import plan
-from branch_replay import presets
-from branch_replay.ops import kernels
+from branch_replay.ops.attention import kernels
+from branch_replay.planning import plan
+from branch_replay.planning import presets
 from experiments import cli
 from experiments import compile_step
 from experiments.reporting import record

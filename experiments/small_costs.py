@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import branch_replay as br
-from branch_replay import fingerprint
+from branch_replay.engine import fingerprint
 from branch_replay.weights import load as load_lib
 from experiments import cli
 from experiments.reporting import record

@@ -17,7 +17,7 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from branch_replay import compare
+from branch_replay.planning import compare
 from branch_replay.rl import advantages
 from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib

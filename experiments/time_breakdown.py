@@ -22,7 +22,7 @@ import optax
 import tqdm
 
 import branch_replay as br
-from branch_replay import flops
+from branch_replay.planning import flops
 from branch_replay.training import step as step_lib
 from branch_replay.weights import load as load_lib
 from experiments import bench_step

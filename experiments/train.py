@@ -19,10 +19,10 @@ import jax
 import ml_collections
 
 import branch_replay as br
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import sharding
 from branch_replay import tasks
+from branch_replay.devices import sharding
+from branch_replay.models import adapters
 from branch_replay.rl import objectives
 from branch_replay.rl import preference
 from branch_replay.rollout import tuner as tuner_lib

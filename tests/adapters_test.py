@@ -14,9 +14,9 @@ from ml_collections import config_flags
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import sharding
 from branch_replay.config import Adapter
+from branch_replay.devices import sharding
+from branch_replay.models import adapters
 from branch_replay.weights import hf
 from configs import train as train_config
 from experiments import train

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import compare
-from branch_replay import sharding
+from branch_replay.devices import sharding
 from branch_replay.ops import attention
-from branch_replay.ops import attention_loops as loops
-from branch_replay.ops import attention_stretches as stretches
-from branch_replay.ops import kernel_cudnn
-from branch_replay.ops import kernel_splash
-from branch_replay.ops import kernels
+from branch_replay.ops.attention import kernel_cudnn
+from branch_replay.ops.attention import kernel_splash
+from branch_replay.ops.attention import kernels
+from branch_replay.ops.attention import loops
+from branch_replay.ops.attention import stretches
+from branch_replay.planning import compare
 from tests import attention_suite as suite
 from tests import tiny
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branch_replay.ops import attention_packed
-from branch_replay.ops import attention_reference as reference
+from branch_replay.ops.attention import packed as attention_packed
+from branch_replay.ops.attention import reference
 
 HEADS, REPEATS, HEAD_DIM, CAPACITY = 2, 3, 4, 10
 SEGMENTS = ((1, 1, 1, 2, 2, 3, 3, 3), (4, 4, 4, 4, 4, 0, 0, 0))

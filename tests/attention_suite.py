@@ -22,7 +22,7 @@ from jax.test_util import check_grads
 import numpy as np
 import pytest
 
-from branch_replay.ops import attention_reference
+from branch_replay.ops.attention import reference as attention_reference
 
 ARGUMENTS = ("q", "k", "v", "prefix_k", "prefix_v")
 GRADIENTS = tuple(f"d{name}" for name in ARGUMENTS)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from branch_replay.ops import attention
-from branch_replay.ops import attention_reference
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import reference as attention_reference
+from branch_replay.ops.attention import tiling
 from tests import attention_suite as suite
 
 SMALL = {

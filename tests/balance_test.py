@@ -12,18 +12,18 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import balance
-from branch_replay import estimators
-from branch_replay import readout as readout_lib
-from branch_replay import runs
-from branch_replay import sharding
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
+from branch_replay.devices import sharding
+from branch_replay.engine import balance
+from branch_replay.engine import estimators
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import runs
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
 from branch_replay.models import block
 from branch_replay.models import expert_layers
-from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import experts as ops
+from branch_replay.ops.attention import reference
 from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib
 from tests import tiny

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from branch_replay import flops
+from branch_replay.planning import flops
 from configs import bench_step as config_file
 from experiments import bench_step
 from experiments.reporting import speed

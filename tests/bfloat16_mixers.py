@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay.ops import attention
-from branch_replay.ops import attention_loops
-from branch_replay.ops import attention_packed
 from branch_replay.ops import gated_delta
 from branch_replay.ops import gated_delta_reference
+from branch_replay.ops.attention import loops as attention_loops
+from branch_replay.ops.attention import packed as attention_packed
 from tests import bfloat16_numbers as bf
 
 # Attention: scores up to ± 20, 700 keys of the prefix and 40 tokens.

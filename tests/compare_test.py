@@ -5,7 +5,7 @@
 import numpy as np
 import pytest
 
-from branch_replay import compare
+from branch_replay.planning import compare
 
 
 @pytest.mark.parametrize("name", ("first", "second", "third"))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import branch_replay as br
-from branch_replay import flops
+from branch_replay.planning import flops
 from configs import compare_trees as trees_config
 from experiments import compare_trees
 from experiments.reporting import comparisons

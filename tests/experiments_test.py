@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from branch_replay import flops
+from branch_replay.planning import flops
 from configs import compare_backward as config_file
 from experiments import compare_backward
 from tests import tiny

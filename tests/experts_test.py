@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import flops
-from branch_replay import pattern
-from branch_replay import plan
-from branch_replay import runs
-from branch_replay import schedule as schedule_lib
-from branch_replay import sharding
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
+from branch_replay.devices import sharding
+from branch_replay.engine import runs
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
+from branch_replay.models import adapters
+from branch_replay.models import pattern
 from branch_replay.ops import experts as ops
 from branch_replay.ops import experts_reference as reference
 from branch_replay.ops import grouped_dot
+from branch_replay.planning import flops
+from branch_replay.planning import plan
 from tests import gradient_test
 from tests import tiny
 

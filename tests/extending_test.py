@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import fingerprint
-from branch_replay import flops
 from branch_replay import mixers
-from branch_replay import plan
-from branch_replay import schedule
+from branch_replay.engine import fingerprint
+from branch_replay.engine import schedule
+from branch_replay.planning import flops
+from branch_replay.planning import plan
 from branch_replay.training import identity
 from tests import mixer_suite
 from tests import tiny

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import fingerprint
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.engine import fingerprint
 from tests import tiny
 
 

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay.ops import attention_reference as reference
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.ops.attention import reference
 from tests import tiny
 
 TOLERANCE = 1e-11  # float64, relative, worst parameter

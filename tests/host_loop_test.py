@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import host_memory
-from branch_replay import hosted
-from branch_replay import sharding
+from branch_replay.devices import host_memory
+from branch_replay.devices import sharding
+from branch_replay.engine import hosted
 from tests import tiny
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import readout as readout_lib
-from branch_replay import state as state_lib
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib
 from branch_replay.rollout.drafters import Learned

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from branch_replay import hosted
+from branch_replay.engine import hosted
 from configs import long_run as config_file
 from experiments import long_run
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import branch_replay as br
-from branch_replay import compiled as compiled_lib
-from branch_replay import group as group_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import compiled as compiled_lib
 from tests import tiny
 
 # Large enough that state and activations dwarf constants; only compiled.

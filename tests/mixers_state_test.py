@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import flops
-from branch_replay import pattern
-from branch_replay import plan
-from branch_replay import runs
-from branch_replay import schedule as schedule_lib
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
+from branch_replay.engine import runs
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
+from branch_replay.models import pattern
+from branch_replay.planning import flops
+from branch_replay.planning import plan
 from branch_replay.rollout import drafters
 from tests import memory_test
 from tests import mixer_suite

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import compiled
 from branch_replay import config as config_lib
-from branch_replay import gradients
-from branch_replay import segment
-from branch_replay import sharding
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
+from branch_replay.devices import sharding
+from branch_replay.engine import compiled
+from branch_replay.engine import gradients
+from branch_replay.engine import segment
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
+from branch_replay.models import adapters
 from branch_replay.models import latent_layers
-from branch_replay.ops import attention_reference as reference
+from branch_replay.ops.attention import reference
 from tests import memory_test
 from tests import mixer_suite
 from tests import sharding_test

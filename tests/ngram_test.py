@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.rollout import result
 from branch_replay.rollout.drafters import NGram
 from branch_replay.rollout.drafters.drafter import View

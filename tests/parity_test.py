@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from branch_replay import config as config_lib
-from branch_replay import layout as layout_lib
-from branch_replay import segment
-from branch_replay import state
+from branch_replay.devices import layout as layout_lib
+from branch_replay.engine import segment
+from branch_replay.engine import state
 from branch_replay.mixers import kinds
 from branch_replay.mixers import mixer as mixer_lib
 from branch_replay.models import block
-from branch_replay.ops import attention_reference as reference
 from branch_replay.ops import rope
+from branch_replay.ops.attention import reference
 from branch_replay.weights import gguf
 from branch_replay.weights import hf
 from branch_replay.weights import hf_config

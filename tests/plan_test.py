@@ -10,10 +10,10 @@ import types
 import jax
 import pytest
 
-from branch_replay import flops
-from branch_replay import plan
-from branch_replay import presets
 from branch_replay.config import Adapter
+from branch_replay.planning import flops
+from branch_replay.planning import plan
+from branch_replay.planning import presets
 from branch_replay.weights import hf_config
 from experiments import plan as planner
 from tests import tiny

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import readout as readout_lib
-from branch_replay import segment
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import segment
 from tests import tiny
 
 CONFIG = tiny.in_float64(tiny.BASE)

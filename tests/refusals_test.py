@@ -23,12 +23,12 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import presets
-from branch_replay import sharding
-from branch_replay import spec as spec_lib
 from branch_replay import tasks
+from branch_replay.devices import sharding
+from branch_replay.engine import spec as spec_lib
+from branch_replay.models import adapters
+from branch_replay.planning import presets
 from branch_replay.rl import advantages
 from branch_replay.rl import objectives
 from branch_replay.rollout import drafters

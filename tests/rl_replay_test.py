@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import sharding
+from branch_replay.devices import sharding
 from branch_replay.ops import log_probs as log_probs_lib
 from branch_replay.rl import advantages
 from branch_replay.rl import divergences

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.rollout import decode
 from branch_replay.rollout import loop
 from branch_replay.rollout import round as round_lib

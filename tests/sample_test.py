@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 import branch_replay as br
-from branch_replay import prefix
+from branch_replay.engine import prefix
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters import NGram

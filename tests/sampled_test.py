@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import compiled
-from branch_replay import estimators
-from branch_replay import gradients
-from branch_replay import readout
-from branch_replay import spec as spec_lib
-from branch_replay import steps
+from branch_replay.engine import compiled
+from branch_replay.engine import estimators
+from branch_replay.engine import gradients
+from branch_replay.engine import readout
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import steps
 from tests import memory_test
 from tests import tiny
 

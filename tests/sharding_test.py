@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import sharding
+from branch_replay.devices import sharding
 from tests import memory_test
 from tests import tiny
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import estimators
+from branch_replay.engine import estimators
 from branch_replay.training import algorithms
 from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib

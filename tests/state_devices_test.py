@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import branch_replay as br
-from branch_replay import sharding
+from branch_replay.devices import sharding
 from tests import tiny
 
 

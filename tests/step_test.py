@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import sharding
-from branch_replay import state as state_lib
 from branch_replay.config import Adapter
+from branch_replay.devices import sharding
+from branch_replay.engine import state as state_lib
+from branch_replay.models import adapters
 from branch_replay.training import optimizers
 from branch_replay.training import step as step_lib
 from tests import tiny

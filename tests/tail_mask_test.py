@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import group as group_lib
-from branch_replay import sharding
+from branch_replay.data import group as group_lib
+from branch_replay.devices import sharding
 from branch_replay.ops import attention
-from branch_replay.ops import attention_reference as reference
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import reference
+from branch_replay.ops.attention import tiling
 from tests import attention_suite
 from tests import tiny
 

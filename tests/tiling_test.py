@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import tiling
 
 
 @pytest.mark.parametrize("at_most", (1, 7, 8, 16, 24, 100, 512))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from branch_replay import flops
+from branch_replay.planning import flops
 from configs import time_breakdown as config_file
 from experiments import time_breakdown
 from tests import tiny

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
-from branch_replay import compare
+from branch_replay.planning import compare
 
 # head_dim is deliberately not width / num_heads.
 BASE = br.ModelConfig(

@@ -13,10 +13,10 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import sharding
 from branch_replay import tasks
 from branch_replay.config import Adapter
+from branch_replay.devices import sharding
+from branch_replay.models import adapters
 from branch_replay.rl import objectives
 from branch_replay.rl import preference
 from branch_replay.tasks import task as task_lib

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import estimators
-from branch_replay import gradients
-from branch_replay import hosted
-from branch_replay import program as program_lib
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.engine import estimators
+from branch_replay.engine import gradients
+from branch_replay.engine import hosted
+from branch_replay.engine import program as program_lib
 from tests import sampled_test
 from tests import tiny
 from tests import tree_test

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import gradients
-from branch_replay import hosted
-from branch_replay import program as program_lib
-from branch_replay import sharding
-from branch_replay import state as state_lib
-from branch_replay import token_tree
-from branch_replay.ops import attention_reference as reference
-from branch_replay.program import Kind
-from branch_replay.token_tree import NO_PARENT
-from branch_replay.token_tree import NOWHERE
-from branch_replay.token_tree import Turn
+from branch_replay.data import token_tree
+from branch_replay.data.token_tree import NO_PARENT
+from branch_replay.data.token_tree import NOWHERE
+from branch_replay.data.token_tree import Turn
+from branch_replay.devices import sharding
+from branch_replay.engine import gradients
+from branch_replay.engine import hosted
+from branch_replay.engine import program as program_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.program import Kind
+from branch_replay.ops.attention import reference
 from tests import tiny
 
 TOLERANCE = 1e-11  # float64, relative, worst parameter

@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import sharding
 from branch_replay.config import Adapter
+from branch_replay.devices import sharding
+from branch_replay.models import adapters
 from branch_replay.rl import objectives
 from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters import learned

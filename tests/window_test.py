@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import flops
 from branch_replay.ops import attention
-from branch_replay.ops import attention_reference
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import reference as attention_reference
+from branch_replay.ops.attention import tiling
+from branch_replay.planning import flops
 from tests import attention_suite as suite
 from tests import attention_test
 from tests import tiny

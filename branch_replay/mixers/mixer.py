@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 
 from branch_replay import config as config_lib
-from branch_replay.layout import Layout
+from branch_replay.devices.layout import Layout
 from branch_replay.mixers import sizes as sizes_lib
 
 

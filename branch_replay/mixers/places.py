@@ -8,7 +8,7 @@ from jax.experimental import layout as layout_lib
 from jax.experimental.layout import with_layout_constraint
 import jax.numpy as jnp
 
-from branch_replay import host_memory
+from branch_replay.devices import host_memory
 from branch_replay.mixers import sizes as sizes_lib
 
 

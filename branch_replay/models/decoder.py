@@ -6,10 +6,10 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
 from branch_replay.models import block
 from branch_replay.models import layers
-from branch_replay.ops import attention_reference
+from branch_replay.models import pattern
+from branch_replay.ops.attention import reference as attention_reference
 
 
 def _scanned(module, count: int):

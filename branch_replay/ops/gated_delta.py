@@ -28,7 +28,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import tiling
 
 BLOCK = 64
 _ELIMINATED = 16  # largest system that is inverted row by row

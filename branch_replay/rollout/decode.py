@@ -15,8 +15,8 @@ and `settle` then advances it by as many of them as the row accepted.
 import jax
 import jax.numpy as jnp
 
-from branch_replay import segment
-from branch_replay import state as state_lib
+from branch_replay.engine import segment
+from branch_replay.engine import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.ops import few_rows
 

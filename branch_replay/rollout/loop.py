@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import config as config_lib
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.models import decoder
 from branch_replay.rollout import law as law_lib
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branch_replay import group as group_lib
-from branch_replay import state as state_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import state as state_lib
 
 
 class Finish(enum.IntEnum):

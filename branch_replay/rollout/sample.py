@@ -25,19 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import group as group_lib
-from branch_replay import params as params_lib
-from branch_replay import prefix
-from branch_replay import schedule as schedule_lib
-from branch_replay import state as state_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import prefix
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import Schedule
 from branch_replay.models import decoder
+from branch_replay.models import params as params_lib
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import loop
 from branch_replay.rollout import unstacked
 from branch_replay.rollout.drafters.drafter import Drafter
 from branch_replay.rollout.problem import RolloutInputs
 from branch_replay.rollout.result import Rollout
-from branch_replay.schedule import Schedule
 
 
 def sample(

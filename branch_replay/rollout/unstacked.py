@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import fingerprint
-from branch_replay import pattern
+from branch_replay.engine import fingerprint
 from branch_replay.mixers import kinds
+from branch_replay.models import pattern
 
 
 class Layers(NamedTuple):

@@ -12,7 +12,7 @@ import numbers
 
 import numpy as np
 
-from branch_replay import group
+from branch_replay.data import group
 from branch_replay.tasks import splits
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import readout as readout_lib
+from branch_replay.engine import readout as readout_lib
 from branch_replay.models import decoder
 from branch_replay.rl import objectives
 from branch_replay.rl import surrogates

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branch_replay import readout as readout_lib
+from branch_replay.engine import readout as readout_lib
 from branch_replay.rl import advantages
 from branch_replay.rl import metrics
 from branch_replay.rl import objectives

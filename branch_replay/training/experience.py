@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branch_replay import group as group_lib
-from branch_replay import prefix
-from branch_replay import state as state_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import prefix
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import Schedule
 from branch_replay.models import decoder
 from branch_replay.rl import advantages
 from branch_replay.rollout import law as law_lib
 from branch_replay.rollout import sample as sample_lib
-from branch_replay.schedule import Schedule
 from branch_replay.tasks import task as task_lib
 
 Hold = Literal["nothing", "state", "activations"]

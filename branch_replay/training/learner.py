@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from branch_replay import adapters
-from branch_replay import balance
-from branch_replay import gradients
-from branch_replay import schedule as schedule_lib
-from branch_replay.estimators import Sampling
+from branch_replay.engine import balance
+from branch_replay.engine import gradients
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine.estimators import Sampling
+from branch_replay.engine.schedule import Schedule
+from branch_replay.models import adapters
 from branch_replay.models import decoder
 from branch_replay.rl import objectives
-from branch_replay.schedule import Schedule
 from branch_replay.training import algorithms
 from branch_replay.training import experience as experience_lib
 from branch_replay.training import step as step_lib

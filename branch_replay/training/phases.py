@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from branch_replay.layout import Layout
+from branch_replay.devices.layout import Layout
+from branch_replay.engine.schedule import Schedule
 from branch_replay.rl import advantages
 from branch_replay.rl import metrics
-from branch_replay.schedule import Schedule
 from branch_replay.tasks import task as task_lib
 from branch_replay.training import algorithms
 from branch_replay.training import experience as experience_lib

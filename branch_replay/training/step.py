@@ -22,14 +22,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 import optax
 
-from branch_replay import adapters
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import gradients
-from branch_replay import spec
-from branch_replay.layout import Layout
+from branch_replay.devices.layout import Layout
+from branch_replay.engine import gradients
+from branch_replay.engine import spec
+from branch_replay.engine.schedule import Schedule
+from branch_replay.models import adapters
 from branch_replay.models import decoder
-from branch_replay.schedule import Schedule
 
 
 class TrainState(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
 from branch_replay.mixers import kinds
+from branch_replay.models import pattern
 from branch_replay.weights import hf_fields
 
 _KINDS = {

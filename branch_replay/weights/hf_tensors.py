@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
+from branch_replay.models import pattern
 
 
 class RowMap(NamedTuple):

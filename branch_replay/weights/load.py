@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import presets
 from branch_replay.models import decoder
+from branch_replay.planning import presets
 from branch_replay.weights import gguf
 from branch_replay.weights import hf
 from branch_replay.weights.pretrained import Pretrained

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
 from branch_replay.models import decoder
+from branch_replay.models import pattern
 
 # Path of a parameter -> name of its tensor, where the first {} is the layer and
 # the second the expert. Paths of parameters that attention layers do not have

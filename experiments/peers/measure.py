@@ -25,7 +25,7 @@ import ml_collections
 import tqdm
 
 import branch_replay as br
-from branch_replay import flops
+from branch_replay.planning import flops
 from experiments import cli
 from experiments.peers import problem as problem_lib
 from experiments.peers import report

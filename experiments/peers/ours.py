@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
-from branch_replay import compare
+from branch_replay.planning import compare
 from experiments.peers import problem as problem_lib
 from experiments.peers import serve
 

@@ -9,7 +9,7 @@ import sys
 import ml_collections
 import numpy as np
 
-from branch_replay import compare
+from branch_replay.planning import compare
 from experiments.peers import client
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent

@@ -13,7 +13,7 @@ import types
 
 import matplotlib
 
-from branch_replay import plan
+from branch_replay.planning import plan
 from experiments import plan as planner
 from experiments.reporting import plots
 from experiments.reporting import record

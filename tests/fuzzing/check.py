@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
-from branch_replay import adapters
-from branch_replay import compare
+from branch_replay.models import adapters
+from branch_replay.planning import compare
 from tests.fuzzing import found
 from tests.fuzzing import parameters
 from tests.fuzzing import problems

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import branch_replay as br
-from branch_replay import readout
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.engine import readout
 from branch_replay.ops import gated_delta
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import tiling
 from tests import tiny
 from tests.fuzzing.wanted import Gradient
 

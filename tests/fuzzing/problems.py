@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 import branch_replay as br
-from branch_replay import group as group_lib
 from branch_replay.config import KINDS
 from branch_replay.config import Adapter
+from branch_replay.data import group as group_lib
 from branch_replay.mixers import kinds
 from tests import tiny
 

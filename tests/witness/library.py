@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import branch_replay as br
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import flops as flops_lib
-from branch_replay import readout
-from branch_replay import sharding
+from branch_replay.devices import sharding
+from branch_replay.engine import readout
+from branch_replay.models import adapters
+from branch_replay.planning import flops as flops_lib
 from branch_replay.training import step as step_lib
 
 NESTED = dict(

@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
-from branch_replay import segment
-from branch_replay import state as state_lib
+from branch_replay.engine import segment
+from branch_replay.engine import state as state_lib
 from branch_replay.mixers import kinds
 from branch_replay.mixers import places
 from branch_replay.models import decoder
+from branch_replay.models import pattern
 from branch_replay.ops import attention
 from branch_replay.rollout import decode
 from branch_replay.rollout import law as law_lib

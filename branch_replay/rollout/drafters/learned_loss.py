@@ -20,9 +20,9 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.models import decoder
-from branch_replay.ops import attention_packed
+from branch_replay.ops.attention import packed as attention_packed
 from branch_replay.rollout import decode
 from branch_replay.rollout.drafters import learned
 

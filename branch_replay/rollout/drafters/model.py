@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branch_replay import state as state_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.mixers import kinds
 from branch_replay.models import decoder
 from branch_replay.rollout import decode

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from branch_replay import gradients
-from branch_replay import group as group_lib
-from branch_replay import prefix
-from branch_replay import readout as readout_lib
-from branch_replay import state as state_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import gradients
+from branch_replay.engine import prefix
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import Schedule
 from branch_replay.models import decoder
 from branch_replay.rollout.drafters import learned
 from branch_replay.rollout.drafters import learned_loss
-from branch_replay.schedule import Schedule
 
 
 class Lesson(NamedTuple):

@@ -29,6 +29,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from branch_replay.engine.schedule import Schedule
 from branch_replay.models import decoder
 from branch_replay.rollout import loop
 from branch_replay.rollout import result
@@ -37,7 +38,6 @@ from branch_replay.rollout.drafters import drafter as drafter_lib
 from branch_replay.rollout.drafters import learned as learned_lib
 from branch_replay.rollout.drafters import ngram
 from branch_replay.rollout.drafters import vocabulary as vocabulary_lib
-from branch_replay.schedule import Schedule
 from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience as experience_lib
 from branch_replay.training import json_lines

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from branch_replay import checks
-from branch_replay.layout import Layout
+from branch_replay.devices.layout import Layout
 from branch_replay.ops import attention
-from branch_replay.ops import kernels
+from branch_replay.ops.attention import kernels
 
 _AXIS = "tokens"
 _SHARED = {

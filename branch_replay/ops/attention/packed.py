@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay.ops import attention
-from branch_replay.ops import attention_loops as loops
+from branch_replay.ops.attention import loops
 
 
 @jax.custom_vjp

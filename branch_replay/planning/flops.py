@@ -13,8 +13,8 @@ logits are computed again. Padding, norms and softmax are not counted.
 """
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
 from branch_replay.mixers import kinds
+from branch_replay.models import pattern
 
 
 def layer_parameters(config: config_lib.ModelConfig) -> int:

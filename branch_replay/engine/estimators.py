@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import pattern
-from branch_replay.layout import Layout
+from branch_replay.devices.layout import Layout
 from branch_replay.mixers import kinds
+from branch_replay.models import pattern
 
 ChunkLaw = Literal["importance", "top"]
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import compiled
-from branch_replay import fingerprint
-from branch_replay import group as group_lib
-from branch_replay import params as params_lib
-from branch_replay import schedule as schedule_lib
-from branch_replay import state as state_lib
+from branch_replay.data import group as group_lib
+from branch_replay.engine import compiled
+from branch_replay.engine import fingerprint
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import Schedule
+from branch_replay.engine.spec import Spec
 from branch_replay.models import decoder
-from branch_replay.schedule import Schedule
-from branch_replay.spec import Spec
+from branch_replay.models import params as params_lib
 
 
 def capture(

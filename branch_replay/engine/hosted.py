@@ -24,19 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from branch_replay import balance as balance_lib
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import estimators
-from branch_replay import host_memory
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
-from branch_replay import token_tree
+from branch_replay.data import token_tree
+from branch_replay.devices import host_memory
+from branch_replay.engine import balance as balance_lib
+from branch_replay.engine import estimators
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
+from branch_replay.engine.program import Kind
+from branch_replay.engine.program import Program
+from branch_replay.engine.spec import Spec
 from branch_replay.mixers import kinds
-from branch_replay.program import Kind
-from branch_replay.program import Program
-from branch_replay.spec import Spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import flops
-from branch_replay import pattern
-from branch_replay import schedule as schedule_lib
-from branch_replay import state as state_lib
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import state as state_lib
 from branch_replay.mixers import kinds
+from branch_replay.models import adapters
 from branch_replay.models import decoder
+from branch_replay.models import pattern
+from branch_replay.planning import flops
 
 GIB = 1 << 30
 

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from branch_replay import adapters
-from branch_replay import balance as balance_lib
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import estimators
-from branch_replay import layout as layout_lib
-from branch_replay import params as params_lib
-from branch_replay import readout as readout_lib
-from branch_replay import schedule as schedule_lib
-from branch_replay import segment
-from branch_replay import state as state_lib
+from branch_replay.devices import layout as layout_lib
+from branch_replay.engine import balance as balance_lib
+from branch_replay.engine import estimators
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine import segment
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.schedule import Schedule
 from branch_replay.mixers import kinds
+from branch_replay.models import adapters
 from branch_replay.models import decoder
-from branch_replay.schedule import Schedule
+from branch_replay.models import params as params_lib
 
 
 @dataclasses.dataclass(frozen=True)

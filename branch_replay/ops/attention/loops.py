@@ -17,7 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import tiling
 
 
 class QueryRows(NamedTuple):

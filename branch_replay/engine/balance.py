@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import pattern
+from branch_replay.models import pattern
 
 
 def check(balance: float, config: config_lib.ModelConfig):

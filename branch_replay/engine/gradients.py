@@ -19,21 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from branch_replay import checks
-from branch_replay import compiled
-from branch_replay import group as group_lib
-from branch_replay import hosted as hosted_lib
-from branch_replay import params as params_lib
-from branch_replay import prefix as prefix_lib
-from branch_replay import program as program_lib
-from branch_replay import readout as readout_lib
-from branch_replay import state as state_lib
-from branch_replay import token_tree
-from branch_replay.estimators import Sampling
+from branch_replay.data import group as group_lib
+from branch_replay.data import token_tree
+from branch_replay.engine import compiled
+from branch_replay.engine import hosted as hosted_lib
+from branch_replay.engine import prefix as prefix_lib
+from branch_replay.engine import program as program_lib
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.estimators import Sampling
+from branch_replay.engine.schedule import Schedule
+from branch_replay.engine.spec import Spec
 from branch_replay.models import decoder
-from branch_replay.ops import attention_reference
+from branch_replay.models import params as params_lib
 from branch_replay.ops import log_probs as log_probs_lib
-from branch_replay.schedule import Schedule
-from branch_replay.spec import Spec
+from branch_replay.ops.attention import reference as attention_reference
 
 Data = group_lib.Group | token_tree.Tree
 

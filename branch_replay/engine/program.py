@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from branch_replay import group as group_lib
-from branch_replay import runs
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import token_tree
+from branch_replay.data import group as group_lib
+from branch_replay.data import token_tree
+from branch_replay.engine import runs
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
 
 # Tokens; a shorter inner segment is run by each of its children, as a matrix of
 # so few rows costs more than it saves. Not measured.

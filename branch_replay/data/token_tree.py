@@ -20,7 +20,7 @@ import numpy as np
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import group as group_lib
+from branch_replay.data import group as group_lib
 
 ROOT = 0
 NO_PARENT = -1  # of the root

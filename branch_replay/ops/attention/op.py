@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay.ops import attention_loops as loops
-from branch_replay.ops import attention_stretches as stretches
-from branch_replay.ops import kernels
-from branch_replay.ops import tiling
-from branch_replay.ops.attention_loops import merge
+from branch_replay.ops.attention import kernels
+from branch_replay.ops.attention import loops
+from branch_replay.ops.attention import stretches
+from branch_replay.ops.attention import tiling
+from branch_replay.ops.attention.loops import merge
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

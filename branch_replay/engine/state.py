@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
-from branch_replay import pattern
 from branch_replay.mixers import kinds
 from branch_replay.mixers import places as places_lib
 from branch_replay.mixers import sizes as sizes_lib
+from branch_replay.models import pattern
 
 
 @jax.tree_util.register_dataclass

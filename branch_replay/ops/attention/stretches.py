@@ -25,11 +25,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branch_replay.ops import attention_loops as loops
-from branch_replay.ops import kernel_cudnn
-from branch_replay.ops import kernel_splash
-from branch_replay.ops import kernels
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import kernel_cudnn
+from branch_replay.ops.attention import kernel_splash
+from branch_replay.ops.attention import kernels
+from branch_replay.ops.attention import loops
+from branch_replay.ops.attention import tiling
 
 # Sizes of the long and the short stretches; not measured. Each stretch costs a
 # pass over the float32 outputs.

@@ -30,18 +30,18 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branch_replay import adapters
-from branch_replay import balance as balance_lib
-from branch_replay import estimators
-from branch_replay import readout as readout_lib
-from branch_replay import runs
-from branch_replay import segment
-from branch_replay import state as state_lib
+from branch_replay.engine import balance as balance_lib
+from branch_replay.engine import estimators
+from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import runs
+from branch_replay.engine import segment
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.runs import Run
+from branch_replay.engine.spec import Spec
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
-from branch_replay.ops import tiling
-from branch_replay.runs import Run
-from branch_replay.spec import Spec
+from branch_replay.models import adapters
+from branch_replay.ops.attention import tiling
 
 
 class Turn(NamedTuple):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from branch_replay.ops import attention
-from branch_replay.ops import kernels
+from branch_replay.ops.attention import kernels
 
 
 @dataclasses.dataclass(frozen=True)

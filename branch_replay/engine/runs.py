@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from branch_replay import group as group_lib
-from branch_replay import state as state_lib
-from branch_replay.spec import Spec
+from branch_replay.data import group as group_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine.spec import Spec
 
 
 @jax.tree_util.register_dataclass

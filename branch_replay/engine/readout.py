@@ -17,10 +17,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import checks
-from branch_replay import layout as layout_lib
+from branch_replay.devices import layout as layout_lib
 from branch_replay.models import decoder
 from branch_replay.ops import log_probs as log_probs_lib
-from branch_replay.ops import tiling
+from branch_replay.ops.attention import tiling
 
 
 @dataclasses.dataclass(frozen=True)

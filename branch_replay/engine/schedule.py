@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import layout as layout_lib
-from branch_replay import pattern
+from branch_replay.devices import layout as layout_lib
 from branch_replay.mixers import kinds
-from branch_replay.ops import kernels
+from branch_replay.models import pattern
+from branch_replay.ops.attention import kernels
 
 PrefixGradient = Literal["full", "exact", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from branch_replay import checks
 from branch_replay import config as config_lib
-from branch_replay import params as params_lib
 from branch_replay.models import decoder
+from branch_replay.models import params as params_lib
 
 Trainable = Literal["all", "adapters"]
 _NAMES = ("adapter_in", "adapter_out")

@@ -16,13 +16,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branch_replay import balance
-from branch_replay import estimators
-from branch_replay import runs
-from branch_replay import spec as spec_lib
-from branch_replay import state as state_lib
-from branch_replay import steps
-from branch_replay.spec import Spec
+from branch_replay.engine import balance
+from branch_replay.engine import estimators
+from branch_replay.engine import runs
+from branch_replay.engine import spec as spec_lib
+from branch_replay.engine import state as state_lib
+from branch_replay.engine import steps
+from branch_replay.engine.spec import Spec
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

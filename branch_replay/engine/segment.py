@@ -16,15 +16,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from branch_replay import adapters
 from branch_replay import config as config_lib
-from branch_replay import host_memory
-from branch_replay import pattern
-from branch_replay.layout import Layout
+from branch_replay.devices import host_memory
+from branch_replay.devices.layout import Layout
 from branch_replay.mixers import kinds
 from branch_replay.mixers import mixer as mixer_lib
 from branch_replay.mixers import sizes
+from branch_replay.models import adapters
 from branch_replay.models import block
+from branch_replay.models import pattern
 from branch_replay.ops import experts as experts_lib
 
 
