@@ -341,10 +341,6 @@ CALLS = [
         "group must be a Group, as Group.create makes one, not a list",
     ),
     (
-        lambda: br.log_probs(one().model, one().params, one().tree),
-        "group must be a Group.*A Tree is for branch_replay.tree",
-    ),
-    (
         lambda: br.log_probs(
             one().model, one().params, dataclasses.replace(
                 one().group, tails=one().group.tails[0]
@@ -481,7 +477,6 @@ CALLS = [
     ),
     # The driver on the host.
     (lambda: loop(one().params, one().stacked), "not stacked groups"),
-    (lambda: loop(one().params, one().tree), "group must be a Group"),
     (
         lambda: br.value_and_grad(one().model, tiny.loss, hosted=True),
         "hosted must be a Hosted",

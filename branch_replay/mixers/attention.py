@@ -184,7 +184,7 @@ class FullAttention(mixer.Mixer):
   def decode(self, at: mixer.NewTokens, params, mixed, cache):
     """Nothing needs to be settled."""
     positions_GT = at.length + at.slots_GT
-    prefix = self.seen(at.stack, None, 0)
+    prefix = self.seen(at.stack)
     q, k, v = self.heads(params, mixed, positions_GT)
     cache = places.write_cache(cache, at.layer, at.slots_GT, (k, v))
     out = attention.decode(
