@@ -18,6 +18,30 @@ Gated delta layers: K key heads of D with R value heads of E each, W inputs of
 the short convolution, X = 2D + R·E of its channels a key head. Latent layers: C
 numbers of a position's latent. Layers of experts: E of them, k a token, R rows
 one a token and choice.
+
+Words, each for one thing:
+
+  prompt      the ids that all answers of a group begin with
+  prefix      a prompt without its last token, which is run with every tail
+  tail        the ids of one answer; branch: a tail on top of its prefix
+  group       a prompt and G tails; tree: sequences that branch again and again
+  segment     consecutive tokens that run on top of a state
+  chunk       a segment of a prefix, as long as `Schedule.chunk_size` at most
+  run         rows of tokens that stand at the same positions: the unit of work
+  state       what a prefix leaves behind in every layer for later tokens
+  capture     to run a prefix and keep its state
+  replay      to run tails on a state that was captured, not on their prompts
+  push, visit, pop   to append a run to the state; to run one on top of it there
+              and back; to take one off and pull its cotangent back
+  accumulator the cotangent of a state, added up over branches and chunks
+  readout     what is read of hidden states: log-probs, values, entropies
+  spec        what is asked for, the static half of a computation
+  schedule    sizes and policies of a computation, which never change its result
+  learning rate      what varies over updates; nothing else is called a schedule
+  layout      on which devices tokens and parameters are
+  kind, mixer, stack   a kind of layer; the class that knows all about it; the
+              layers of one kind that one scan runs
+  rollout     answers that are sampled; draft: tokens that are proposed for one
 """
 
 # isort: off
