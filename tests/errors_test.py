@@ -115,6 +115,17 @@ def test_a_captured_state_gives_the_same_result():
     assert tiny.worst(by_autodiff, gradient) <= 1e-5
 
 
+def test_a_state_captured_inside_of_grad_is_a_constant():
+  decoder, params = tiny.model(tiny.BASE)
+  group, schedule = tiny.group(), br.Schedule(chunk_size=5)
+
+  def total(params):
+    state = br.capture(decoder, params, group, schedule=schedule)
+    return sum(jnp.sum(x) for x in state.mixer)
+
+  assert not any(x.any() for x in jax.tree.leaves(jax.grad(total)(params)))
+
+
 def test_a_state_of_other_parameters_is_refused_unless_asked_for():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()

@@ -11,12 +11,13 @@ from tests.mutants.learning import TRAINING
 from tests.mutants.ops import MIXERS
 from tests.mutants.ops import OPS
 from tests.mutants.precision import PRECISION
+from tests.mutants.replay import PLANNING
 from tests.mutants.replay import REPLAY
 from tests.mutants.sampling import ROLLOUT
 from tests.mutants.sampling import TASKS
 from tests.mutants.sampling import WEIGHTS
 
 ALL: list[Fault] = [
-    *OPS, *MIXERS, *PRECISION, *REPLAY, *RL, *ROLLOUT, *TRAINING, *WEIGHTS,
-    *TASKS,
+    *OPS, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT, *TRAINING,
+    *WEIGHTS, *TASKS,
 ]

@@ -53,7 +53,7 @@ def main(arguments=None) -> int:
   parser.add_argument("--only", help="the fault of this name")
   parser.add_argument(
       "--match", default="", help="faults of files whose path this regular "
-      "expression is found in: rl/, ^rollout, ^[^/]+$"
+      "expression is found in: rl/, ^rollout, ^engine/"
   )
   parser.add_argument("--jobs", type=int, default=2, help="at the same time")
   parser.add_argument("--list", action="store_true", help="name them, run none")

@@ -198,21 +198,21 @@ PRECISION = faults(
     ),
     (
         "log sum exps of attention, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  return lax.dot_general(a, b, axes, preferred_element_type=dtype)",
         "  return lax.dot_general(a, b, axes).astype(dtype)",
         _DIGITS.format("log_sum_exps_of_attention"),
     ),
     (
         "outputs of attention, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  return lax.dot_general(a, b, axes, preferred_element_type=dtype)",
         "  return lax.dot_general(a, b, axes).astype(dtype)",
         _DIGITS.format("outputs_of_attention"),
     ),
     (
         "log sum exps of attention, fault 2",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  probs = jnp.exp(scores - shift_N[:, None])\n",
         "  probs = jnp.exp((scores - shift_N[:, "
         "None]).astype(q_ND.dtype)).astype(dtype)\n",
@@ -220,14 +220,14 @@ PRECISION = faults(
     ),
     (
         "outputs of attention with equal keys, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "      total_N * decay_N + sums_N,",
         "      (total_N * decay_N + sums_N).astype(q_ND.dtype).astype(dtype),",
         _DIGITS.format("outputs_of_attention_with_equal_keys"),
     ),
     (
         "outputs of attention, fault 2",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "      weighted_ND * decay_N[:, None]\n",
         "      (weighted_ND * decay_N[:, "
         "None]).astype(q_ND.dtype).astype(dtype)\n",
@@ -235,7 +235,7 @@ PRECISION = faults(
     ),
     (
         "merges of attention, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  a, b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)",
         "  a, b = (jnp.exp((x - top).astype(jnp.bfloat16)).astype(x.dtype) for"
         " x in (lse_a, lse_b))",
@@ -243,7 +243,7 @@ PRECISION = faults(
     ),
     (
         "log sum exps of attention, fault 3",
-        "ops/attention.py",
+        "ops/attention/op.py",
         "        out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse"
         "\n    )\n  if lengths_G",
         "        "
@@ -254,7 +254,7 @@ PRECISION = faults(
     ),
     (
         "outputs of decoding, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "        \"kgrtd,kgbd->kgrtb\", q_KGRTD, k_KGBD, "
         "preferred_element_type=dtype",
         "        \"kgrtd,kgbd->kgrtb\", q_KGRTD, k_KGBD",
@@ -262,7 +262,7 @@ PRECISION = faults(
     ),
     (
         "outputs of decoding, fault 2",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "    more = jnp.einsum(\n        \"kgrtb,kgbd->kgrtd\", "
         "probs.astype(v_KGBD.dtype), v_KGBD,\n        "
         "preferred_element_type=dtype,\n    )",
@@ -272,7 +272,7 @@ PRECISION = faults(
     ),
     (
         "outputs of packed attention, fault 1",
-        "ops/attention_packed.py",
+        "ops/attention/packed.py",
         "      \"kgrtd,kgsd->kgrts\", q_KGRTD, k_KGTD, "
         "preferred_element_type=dtype",
         "      \"kgrtd,kgsd->kgrts\", q_KGRTD, k_KGTD",
@@ -280,7 +280,7 @@ PRECISION = faults(
     ),
     (
         "attention pulled back to queries, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  scores = _dot(q_ND, k_BD, (1, 1), dtype) * scale\n",
         "  scores = _dot(q_ND, k_BD, (1, 1), q_ND.dtype).astype(dtype) * scale"
         "\n",
@@ -288,7 +288,7 @@ PRECISION = faults(
     ),
     (
         "attention pulled back to keys and values, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  probs = jnp.where(seen, jnp.exp(scores - lse_N[:, None]), 0)\n",
         "  probs = jnp.where(seen, jnp.exp((scores - lse_N[:, "
         "None]).astype(q_ND.dtype)), 0).astype(dtype)\n",
@@ -296,14 +296,14 @@ PRECISION = faults(
     ),
     (
         "attention pulled back to keys and values, fault 2",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  d_probs = _dot(d_out_ND, v_BD, (1, 1), dtype)\n",
         "  d_probs = _dot(d_out_ND, v_BD, (1, 1), q_ND.dtype).astype(dtype)\n",
         _DIGITS.format("attention_pulled_back_to_keys_and_values"),
     ),
     (
         "attention pulled back to keys and values, fault 3",
-        "ops/attention.py",
+        "ops/attention/op.py",
         "  delta = jnp.sum(d_out.astype(wide) * out.astype(wide), axis=-1)",
         "  delta = jnp.sum(d_out.astype(wide) * out.astype(wide), "
         "axis=-1).astype(d_out.dtype).astype(wide)",
@@ -311,7 +311,7 @@ PRECISION = faults(
     ),
     (
         "cotangents of the prefix over many rows, fault 1",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "      return dq_KND, dk_DB + dk, dv_DB + dv\n\n    def tile_in",
         "      return dq_KND, dk_DB + dk, (dv_DB + "
         "dv).astype(q_KND.dtype).astype(dtype)\n\n    def tile_in",
@@ -319,7 +319,7 @@ PRECISION = faults(
     ),
     (
         "attention pulled back to keys and values, fault 4",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "      return dq, dk_DB + dk_tile, dv_DB + dv_tile",
         "      return dq, (dk_DB + "
         "dk_tile).astype(q_KGRTD.dtype).astype(dtype), (dv_DB + "
@@ -377,7 +377,7 @@ PRECISION = faults(
     ),
     (
         "gradients of 64 equal tails, fault 1",
-        "engine.py",
+        "engine/spec.py",
         "      lambda x: jnp.zeros(x.shape, "
         "config_lib.at_least_float32(x.dtype)),\n      params,",
         "      lambda x: jnp.zeros(x.shape, x.dtype),\n      params,",
@@ -385,7 +385,7 @@ PRECISION = faults(
     ),
     (
         "gradients of 64 equal tails, fault 2",
-        "state.py",
+        "engine/state.py",
         "  dtype = dtype or config_lib.at_least_float32(config.compute_dtype)",
         "  dtype = dtype or config.compute_dtype",
         _DIGITS.format("gradients_of_64_equal_tails"),
@@ -394,9 +394,9 @@ PRECISION = faults(
         "gradients of 64 equal tails, fault 3",
         "mixers/delta.py",
         "    wide = config_lib.at_least_float32(self.config.compute_dtype)\n"
-        "    return self._left(count, 1, sizes.devices, wide, wide)",
+        "    return self._left(count, sizes.devices, wide, wide)",
         "    wide = self.config.compute_dtype\n"
-        "    return self._left(count, 1, sizes.devices, wide, wide)",
+        "    return self._left(count, sizes.devices, wide, wide)",
         _DIGITS.format("gradients_of_64_equal_tails"),
     ),
     (
@@ -433,15 +433,15 @@ PRECISION = faults(
     ),
     (
         "gradients of 64 equal tails, fault 4",
-        "rows.py",
-        "      lambda total, new: total + new.astype(total.dtype),",
-        "      lambda total, new: (total + "
-        "new.astype(total.dtype)).astype(jnp.bfloat16).astype(total.dtype),",
+        "engine/steps.py",
+        "lambda total, new: total + new.astype(total.dtype), of_outer",
+        "lambda total, new: (total + new.astype(total.dtype)).astype("
+        "jnp.bfloat16).astype(total.dtype), of_outer",
         _DIGITS.format("gradients_of_64_equal_tails"),
     ),
     (
         "attention pulled back to queries, fault 2",
-        "ops/attention_loops.py",
+        "ops/attention/loops.py",
         "  d_scores = probs * (d_probs - delta_N[:, None]) * scale\n",
         "  d_scores = (probs * (d_probs - delta_N[:, "
         "None]).astype(q_ND.dtype)) * scale\n",
