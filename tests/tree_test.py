@@ -241,6 +241,35 @@ def test_a_tree_of_one_level_is_a_group_bit_for_bit(mode):
   chex.assert_trees_all_equal(tree.by_leaf(outputs)[:, 12:20], log_probs)
 
 
+@pytest.mark.parametrize("name", ("hybrid", "window and full"))
+def test_in_stop_an_inner_segment_with_loss_is_a_tail_of_its_root(x64, name):
+  decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES[name]))
+  sequences = sequences_of((21, [(19, [(4, []), (3, [])]), (7, [])]))
+  trained = [[21 <= p < 40 for p in range(len(ids))] for ids in sequences]
+  trained[2] = [False] * len(sequences[2])
+  tree = br.Tree.from_sequences(
+      sequences, config=decoder.config, trained=trained
+  )
+  weights_GS = weights_of(tree)
+  (_, outputs, _), found = one_pass(
+      decoder, params, tree, weights_GS, prefix_gradient="stop",
+      schedule=SCHEDULE,
+  )
+  group = br.Group.create(
+      sequences[0][:21], [sequences[0][21:40]], config=decoder.config
+  )
+  weights_1T = jnp.pad((weights_GS[0] + weights_GS[1])[None, 21:40], (
+      (0, 0), (0, group.tails.shape[1] - 19)
+  ))
+  (_, log_probs, _), wanted = br.value_and_grad(
+      decoder, tiny.loss, prefix_gradient="stop", schedule=SCHEDULE
+  )(params, group, weights_1T)
+  np.testing.assert_allclose(
+      tree.by_leaf(outputs)[0, 21:40], log_probs[0, :19], atol=1e-12
+  )
+  assert tiny.worst(found, wanted) <= TOLERANCE
+
+
 def test_a_root_of_one_token_leaves_nothing_to_push(x64):
   """By the steps of trees, though it is a group."""
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))

@@ -84,7 +84,6 @@ class SlidingWindow(full.FullAttention):
       padded = jnp.concatenate([oldest, jnp.zeros_like(x)], axis=2)
       at = jnp.minimum(chunk.tokens, count)
       padded = lax.dynamic_update_slice_in_dim(padded, x, at, axis=2)
-      padded = lax.dynamic_update_slice_in_dim(padded, oldest, 0, axis=2)
       return padded[:, :, :slots]
 
     return tuple(map(of, stack, saved))
