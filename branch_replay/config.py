@@ -82,10 +82,14 @@ class Llama3Scaling:
 class YarnScaling:
   """YaRN RoPE scaling: interpolates frequencies by parts, and scales vectors.
 
+  Frequencies of more than `beta_fast` turns within `original_max_positions` are
+  kept, those of less than `beta_slow` divided by `factor`, others blended; with
+  `truncate` the two bounds are rounded outward to whole frequencies.
+
   Rotated queries and keys are multiplied by `attention_factor`; None means the
-  paper's 0.1·ln(factor) + 1. With `mscale` = m and `mscale_all_dim` = a
-  (DeepSeek) it is (0.1·m·ln(factor) + 1) / (0.1·a·ln(factor) + 1), and latent
-  layers multiply their scores by (0.1·a·ln(factor) + 1)².
+  paper's 0.1·ln(factor) + 1. If `mscale` = m and `mscale_all_dim` = a are set
+  (DeepSeek), None means (0.1·m·ln(factor) + 1) / (0.1·a·ln(factor) + 1), and
+  latent layers multiply their scores by (0.1·a·ln(factor) + 1)².
 
   Raises ValueError for fields that are not finite numbers above 0 (an `mscale`
   may be 0, which means None), `beta_fast` below `beta_slow`, or a `truncate`

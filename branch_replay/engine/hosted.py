@@ -230,7 +230,7 @@ class Draws:
     self._started += run.read is None
 
   def turn(self) -> steps.Turn | None:
-    """The draw of the run opened last; None if it is always pulled back."""
+    """Inputs to the draw of the run opened last; None if it always runs."""
     number = self._open[-1][1]
     if number is None:
       return None

@@ -99,10 +99,11 @@ class Schedule:
     Args:
       config: geometry of the model.
       prefix: positions of the prefix whose activations "keep" would hold.
-      row_tokens: tokens, over all rows, of the largest run of branches.
-      held_tokens: tokens of all branches whose activations "keep" would hold at
-        the same time: one run in a one-pass gradient, all branches between the
-        forward and the backward pass of `replay`.
+      row_tokens: tokens, over all rows, of the largest run; chunks of a group's
+        prefix need not be counted.
+      held_tokens: tokens of branches whose activations "keep" would hold at the
+        same time: those of one run in a one-pass gradient, of all branches
+        between the forward and the backward pass of `replay`.
 
     Returns:
       `activations` if it is set, else the first policy that fits the budget.
