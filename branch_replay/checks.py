@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What arguments are refused for, in the same words everywhere.
+"""Checks of arguments, with the same messages everywhere.
 
-Every check raises a TypeError for a value of the wrong type and a ValueError
-for one that cannot be, with the argument's name and what was given.
+A check raises TypeError for a value of the wrong type and ValueError for a
+value out of range. The message has the argument's `name` and the value given.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def integer(value, name: str, least: int | None = None) -> None:
-  """Refuses what is no whole number, and one below `least`."""
+  """Checks that a value is a whole number, and at least `least`."""
   whole = isinstance(value, (numbers.Integral, np.integer))
   if not whole or isinstance(value, (bool, np.bool_)):
     raise TypeError(
@@ -33,15 +33,15 @@ def number(
     value, name: str, least: float | None = None, most: float | None = None, *,
     above: float | None = None, below: float | None = None,
 ) -> None:
-  """Refuses what is no finite number, and one outside of its range.
+  """Checks that a value is a finite real number within a range.
 
   Args:
-    value: what was given; arrays, which `jit` may hide, are no constants.
-    name: of the argument.
-    least: the smallest that is accepted.
-    most: the largest that is accepted.
-    above: what it must be larger than.
-    below: what it must be smaller than.
+    value: the value given. Arrays are refused, as `jit` may hide their values.
+    name: name of the argument, for the message.
+    least: smallest value that is accepted, or None.
+    most: largest value that is accepted, or None.
+    above: bound that the value must exceed, or None.
+    below: bound that the value must stay below, or None.
   """
   if not isinstance(value, (numbers.Real, np.number)) or isinstance(
       value, (bool, np.bool_)
@@ -63,7 +63,7 @@ def number(
 
 
 def flag(value, name: str) -> None:
-  """Refuses what is neither true nor false."""
+  """Checks that a value is True or False."""
   if not isinstance(value, (bool, np.bool_)):
     raise TypeError(
         f"{name} must be True or False, not {value!r} of type "
@@ -72,7 +72,7 @@ def flag(value, name: str) -> None:
 
 
 def instance(value, name: str, kind: type | tuple, hint: str = "") -> None:
-  """Refuses what is not of a type."""
+  """Checks that a value has a type; `hint` is added to the message."""
   if not isinstance(value, kind):
     kinds = kind if isinstance(kind, tuple) else (kind,)
     wanted = " or ".join(x.__name__ for x in kinds)
@@ -83,7 +83,7 @@ def instance(value, name: str, kind: type | tuple, hint: str = "") -> None:
 
 
 def function(value, name: str, hint: str = "") -> None:
-  """Refuses what cannot be called."""
+  """Checks that a value can be called; `hint` is added to the message."""
   if not callable(value):
     raise TypeError(
         f"{name} must be a function, not {_shown(value)}."
@@ -92,7 +92,7 @@ def function(value, name: str, hint: str = "") -> None:
 
 
 def float_dtype(value, name: str) -> np.dtype:
-  """The dtype of that name; refuses what is none, or none of floats."""
+  """Returns a float dtype by name; anything else raises ValueError."""
   try:
     dtype = jnp.dtype(value)
   except TypeError as error:
@@ -106,13 +106,13 @@ def float_dtype(value, name: str) -> np.dtype:
 
 
 def path(value, name: str) -> pathlib.Path:
-  """The path; refuses what is none."""
+  """Returns a str or path-like value as a `pathlib.Path`."""
   instance(value, name, (str, os.PathLike))
   return pathlib.Path(value)
 
 
 def numbers_of(value, name: str):
-  """An array; refuses what holds no numbers, or is a single one."""
+  """Returns numbers as an array of at least one axis."""
   array = value if isinstance(value, jax.Array) else np.asarray(value)
   if array.dtype != jnp.bfloat16 and array.dtype.kind not in "buif":
     raise TypeError(f"{name} must be numbers, not {_shown(value)}.")
@@ -122,7 +122,7 @@ def numbers_of(value, name: str):
 
 
 def key(value, name: str = "key") -> None:
-  """Refuses what is no PRNG key of jax."""
+  """Checks that a value is one PRNG key of jax."""
   typed = hasattr(value, "dtype") and jnp.issubdtype(
       value.dtype, jax.dtypes.prng_key
   )
@@ -137,7 +137,7 @@ def key(value, name: str = "key") -> None:
 
 
 def version(value, name: str = "version") -> None:
-  """Refuses what cannot mark a state: no whole number of 32 bits."""
+  """Checks that a value is one u32, which can mark a state."""
   if isinstance(value, jax.Array):
     if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
       raise TypeError(
@@ -152,12 +152,12 @@ def version(value, name: str = "version") -> None:
 
 
 def leading(args, wanted: tuple[int, ...], of: str) -> None:
-  """Refuses arguments of a loss without the leading axes of what it is over.
+  """Checks that all arrays among a loss's arguments have these leading axes.
 
   Args:
-    args: pytree of arrays.
-    wanted: the leading axes.
-    of: what these are, for the message.
+    args: the arguments, a pytree of arrays.
+    wanted: sizes of the leading axes that each must have.
+    of: what these axes count, for the message.
   """
   for x in jax.tree.leaves(args):
     if np.shape(x)[: len(wanted)] != wanted:
@@ -169,7 +169,7 @@ def leading(args, wanted: tuple[int, ...], of: str) -> None:
 
 
 def _shown(value) -> str:
-  """A value for a message: its type, and its shape or a few letters."""
+  """Describes a value in a message: its type, and its shape or its repr."""
   kind = type(value).__name__
   if hasattr(value, "shape") and hasattr(value, "dtype"):
     return f"a {kind} {value.dtype}{list(np.shape(value))}"
@@ -178,7 +178,7 @@ def _shown(value) -> str:
 
 
 def params_tree(params) -> None:
-  """Refuses what is no tree of parameters, of whatever model."""
+  """Checks that a value is a dict of parameters, of any model."""
   if not isinstance(params, Mapping):
     hint = " Pass its .params." if isinstance(
         getattr(params, "params", None), Mapping
@@ -195,5 +195,5 @@ def params_tree(params) -> None:
 
 
 def path_name(path) -> str:
-  """A key path as "layers/project/key/kernel"."""
+  """Formats a key path of jax as "layers/project/key/kernel"."""
   return jax.tree_util.keystr(path, simple=True, separator="/")

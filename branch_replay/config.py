@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The one description of a decoder that every module takes whole."""
+"""ModelConfig, the geometry and dtypes of a decoder, taken whole by modules."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from branch_replay import checks
 
 
 def is_number(value) -> bool:
-  """Whether a value is a finite real number, and not True or False."""
+  """Whether a value is a finite real number; bools are not."""
   return (
       isinstance(value, numbers.Real)
       and not isinstance(value, bool)
@@ -21,7 +21,7 @@ def is_number(value) -> bool:
 
 
 def _check_scaling(scaling, *positive: str):
-  """Raises ValueError for a field of a RoPE scaling that is not above 0."""
+  """Raises ValueError unless these fields of a RoPE scaling are above 0."""
   for field in positive:
     value = getattr(scaling, field)
     if not is_number(value) or value <= 0:
@@ -48,7 +48,11 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-  """RoPE scaling of Llama 3.1: long wavelengths slowed, short ones kept.
+  """RoPE scaling of Llama 3.1: slows long wavelengths, keeps short ones.
+
+  Wavelengths over original_max_positions / low_freq_factor are divided in
+  frequency by `factor`, those under original_max_positions / high_freq_factor
+  are kept, and those between are interpolated.
 
   Raises ValueError unless all fields are finite numbers above 0 and
   `low_freq_factor` is below `high_freq_factor`.
@@ -76,15 +80,20 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-  """YaRN: interpolation by parts and a temperature on the rotated vectors.
+  """YaRN RoPE scaling: interpolates frequencies by parts, and scales vectors.
 
-  `attention_factor` None means the paper's 0.1·ln(factor) + 1; with `mscale`
-  and `mscale_all_dim` (DeepSeek) it is the ratio of the two, and latent layers
-  multiply their scores by (0.1·mscale_all_dim·ln(factor) + 1)².
+  Frequencies of more than `beta_fast` turns within `original_max_positions` are
+  kept, those of less than `beta_slow` divided by `factor`, others blended; with
+  `truncate` the two bounds are rounded outward to whole frequencies.
+
+  Rotated queries and keys are multiplied by `attention_factor`; None means the
+  paper's 0.1·ln(factor) + 1. If `mscale` = m and `mscale_all_dim` = a are set
+  (DeepSeek), None means (0.1·m·ln(factor) + 1) / (0.1·a·ln(factor) + 1), and
+  latent layers multiply their scores by (0.1·a·ln(factor) + 1)².
 
   Raises ValueError for fields that are not finite numbers above 0 (an `mscale`
-  may be 0, which is as good as None), `beta_fast` below `beta_slow`, or a
-  `truncate` that is not a bool.
+  may be 0, which means None), `beta_fast` below `beta_slow`, or a `truncate`
+  that is not a bool.
 
   Source: Peng et al. 2023, https://arxiv.org/abs/2309.00071.
   """
@@ -122,8 +131,8 @@ class YarnScaling:
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
-# Names of token mixers, each with the field of `ModelConfig` that its layers
-# need and others must not have.
+# Kinds of layers, each with the field of `ModelConfig` that must be set for it,
+# and must be None if no layer needs it.
 KINDS = {
     "full": None, "sliding": "window", "latent": "latent", "delta": "delta",
 }
@@ -132,8 +141,8 @@ Kind = str | type
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-# What a class in a pattern must have, besides the methods that `mixers.Mixer`
-# leaves to its subclasses.
+# Attributes that a mixer class in a pattern must have, besides the abstract
+# methods of `mixers.Mixer`.
 _OF_MIXER = (
     "positional", "recurrent", "stage", "takes", "geometry", "project", "mix",
     "join",
@@ -141,7 +150,7 @@ _OF_MIXER = (
 
 
 def _check_kind(kind):
-  """Raises ValueError for what cannot stand in `ModelConfig.layer_pattern`."""
+  """Raises ValueError for an entry `layer_pattern` may not have."""
   if isinstance(kind, str) and kind in KINDS:
     return
   if not isinstance(kind, type):
@@ -176,12 +185,12 @@ MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-  """Low-rank updates of some matrices: x ↦ xW + (α/r)(xA)B.
+  """Low-rank adapters on some matrices W of each layer: x ↦ xW + (α/r)(xA)B.
 
   Attributes:
-    rank: r.
-    alpha: α > 0; None for 2r, so that rank alone trains.
-    matrices: which matrices of every layer, among `MATRICES`.
+    rank: r, the number of columns of A and rows of B.
+    alpha: α > 0; None for 2r.
+    matrices: names of the matrices that have adapters, among `MATRICES`.
 
   Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
   """
@@ -213,11 +222,12 @@ class GatedDelta:
   """Geometry of gated delta layers.
 
   Attributes:
-    key_heads: K, heads of queries and keys.
-    value_heads: K·R; value head h reads key head h // R.
-    key_dim: D, of a head of queries and keys.
-    value_dim: E, of a head of values.
-    conv_width: W, inputs of the short convolution, at least 2.
+    key_heads: K, the number of query heads and of key heads.
+    value_heads: K·R, the number of value heads; value head h reads key head
+      h // R.
+    key_dim: D, the size of a query or key head.
+    value_dim: E, the size of a value head.
+    conv_width: W, tokens that the short convolution sees, at least 2.
 
   Source: Yang et al. 2024, https://arxiv.org/abs/2412.06464.
   """
@@ -241,21 +251,24 @@ class GatedDelta:
 
   @property
   def channels(self) -> int:
-    """X, inputs of the convolution of a key head: 2D + R·E."""
+    """X, channels of the convolution for each key head: 2D + R·E."""
     repeats = self.value_heads // self.key_heads
     return 2 * self.key_dim + repeats * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentAttention:
-  """Geometry of latent attention layers, beside `num_heads`.
+  """Geometry of latent attention layers (MLA), beside `num_heads`.
 
   Attributes:
-    rank: C, of the latent that all heads' keys and values are made of.
-    nope_dim: D_n, of the part of a query and key that is not rotated.
-    rope_dim: D_r, of the rotated part, whose key all heads share; even.
-    value_dim: of a head of values.
-    query_rank: of the latent that queries are made of; None to project them.
+    rank: C, the size of a position's latent vector, from which the keys and
+      values of all heads are projected.
+    nope_dim: D_n, numbers of a query or key head that are not rotated.
+    rope_dim: D_r, numbers that are rotated; all heads share this part of the
+      key. Even.
+    value_dim: the size of a value head.
+    query_rank: the size of a latent vector from which queries are projected;
+      None to project them from the residual stream.
 
   Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
   """
@@ -278,12 +291,12 @@ class LatentAttention:
 
   @property
   def query_dim(self) -> int:
-    """Of a head of queries: D_n + D_r."""
+    """The size of a query head: D_n + D_r."""
     return self.nope_dim + self.rope_dim
 
   @property
   def slot(self) -> int:
-    """Numbers that a position leaves behind: C + D_r."""
+    """Numbers a position leaves in the state: C + D_r."""
     return self.rank + self.rope_dim
 
 
@@ -291,13 +304,13 @@ class LatentAttention:
 class Experts:
   """Geometry and routing of mixture-of-experts feed-forwards.
 
-  A token is served by the `top_k` experts of the highest scores, whatever
-  other tokens choose: none is ever dropped. The scores of those experts, taken
-  at the choice, are their weights in the sum.
+  Each token is sent to the `top_k` experts with the highest scores, whatever
+  other tokens choose: no token is dropped. The output is the sum of those
+  experts' outputs, weighted by their scores.
 
   Attributes:
     count: E, experts of a layer.
-    top_k: k, experts of a token.
+    top_k: k, experts that a token is sent to.
     width: F, hidden width of one expert.
     shared_width: hidden width of an expert that serves every token; 0 for none.
     shared_gate: whether that expert's output is scaled by the sigmoid of a
@@ -305,14 +318,14 @@ class Experts:
     first_dense: leading layers that have a dense feed-forward instead.
     scores: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
     normalised: whether a token's k weights are divided by their sum.
-    scaling: factor on the weights, after that.
-    correction: whether every expert has a number that is added to its score
-      for the choice and not for the weight. It gets no gradient: it is for
-      rules that balance without a loss, https://arxiv.org/abs/2408.15664.
-    groups: equal groups of neighbouring experts; a token chooses within
-      `top_groups` of them alone.
+    scaling: factor on the weights, applied after `normalised`.
+    correction: whether each expert has a parameter that is added to its score
+      when experts are chosen, but not to its weight. It gets no gradient: it is
+      for rules that balance without a loss, https://arxiv.org/abs/2408.15664.
+    groups: number of equal groups of consecutive experts; a token chooses its
+      experts within its `top_groups` best groups.
     top_groups: see `groups`.
-    group_top: a group is as good as the sum of so many of its highest scores
+    group_top: a group is rated by the sum of so many of its highest scores
       (DeepSeek: 1 in V2, 2 in V3).
 
   Sources: Qwen3, https://arxiv.org/abs/2505.09388; DeepSeek-V2,
@@ -376,49 +389,51 @@ class ModelConfig:
 
   Attributes:
     vocab_size: V, rows of the embedding that are real tokens.
-    width: M, the residual stream.
-    num_layers: L.
-    num_heads: query heads, K·R.
-    num_kv_heads: K; query head h reads key-value head h // R.
-    head_dim: D, independent of width / num_heads.
+    width: M, the width of the residual stream.
+    num_layers: L, the number of layers.
+    num_heads: K·R, the number of query heads.
+    num_kv_heads: K, the number of key-value heads; query head h reads
+      key-value head h // R.
+    head_dim: D, the size of a head; it need not be width / num_heads.
     ffn_width: F, the hidden width of the gated feed-forward.
-    max_positions: positions the model may be run on; longer is an error.
+    max_positions: the longest sequence the model accepts; longer is an error.
     rope_theta: base of the rotary frequencies.
     rope_theta_local: base in sliding layers, where `rope_scaling` then does
-      not apply (Gemma 3); None for `rope_theta` and `rope_scaling`.
+      not apply (Gemma 3); None to use `rope_theta` and `rope_scaling` there.
     rope_scaling: published long-context scaling, or None.
-    rotary_dim: how many of a head's numbers are rotated, the first ones
-      (Qwen3-Next, Qwen3.5); None for all. Not of latent layers.
+    rotary_dim: how many of a head's numbers, counted from the first, are
+      rotated (Qwen3-Next, Qwen3.5); None for all. Latent layers ignore it.
     norm_eps: ε inside every RMSNorm.
-    norms_from_one: the parameter of an RMSNorm is its scale less 1, but for
-      the norm inside of delta layers (Gemma 3, Qwen3-Next, Qwen3.5).
+    norms_from_one: RMSNorms scale by 1 plus their parameter, except the norm
+      inside delta layers (Gemma 3, Qwen3-Next, Qwen3.5).
     qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
-    score_divisor: scores are divided by its root, and not by that of head_dim
-      (Gemma 3); None for head_dim. Not of latent layers; needs `qk_norm`.
+    score_divisor: attention scores are divided by √score_divisor (Gemma 3);
+      None for √head_dim. Needs `qk_norm`; latent layers ignore it.
     qkv_bias: bias on the query, key and value projections (Qwen2).
     output_gate: full and sliding layers multiply the output of attention by
       the sigmoid of one more projection (Qwen3-Next, Qwen3.5).
     post_norms: RMSNorm on what the mixer and the feed-forward of a layer add
       to the residual stream (Gemma).
-    activation: of the feed-forward's gate, "silu" or "gelu_tanh".
+    activation: activation of the feed-forward's gate, "silu" or "gelu_tanh".
     scale_embeddings: embedded tokens are multiplied by √M (Gemma); the head's
       table, tied or not, is not.
-    layer_pattern: the repeating period of token mixers: layer l has kind
-      layer_pattern[l mod its length]. "full" attends to all positions before,
-      "sliding" to the last `window`; "latent" to all before through one
-      compressed vector each; "delta" is the gated delta rule. A subclass of
-      `mixers.Mixer` may stand for a name.
-    window: W, positions a query of a sliding layer sees, its own included: at
-      i it sees the keys at j with i − j < W. None without such layers.
-    delta: geometry of delta layers; None without such layers.
-    latent: geometry of latent layers; None without such layers.
-    experts: the feed-forward is a mixture of experts in all but the first of
-      the layers; None for a dense one of `ffn_width` in all.
-    tied_embeddings: the head is the embedding table.
-    adapter: low-rank updates on the matrices of the layers, see `adapters`.
-    param_dtype: dtype parameters are stored in.
+    layer_pattern: kinds of layers, repeated: layer l has the kind
+      layer_pattern[l mod its length]. "full" attends to all earlier positions,
+      "sliding" to the last `window`, "latent" to all earlier ones through one
+      compressed vector each; "delta" is the gated delta rule. An entry may also
+      be a subclass of `mixers.Mixer`.
+    window: W, how many positions a query of a sliding layer sees, its own
+      included: the query at i sees the keys at j with i − j < W. None if there
+      are no such layers.
+    delta: geometry of delta layers; None if there are none.
+    latent: geometry of latent layers; None if there are none.
+    experts: mixture-of-experts feed-forwards, in all layers but the
+      `first_dense` first; None for dense ones of `ffn_width` in all layers.
+    tied_embeddings: the head uses the embedding table.
+    adapter: low-rank adapters on matrices of the layers, see `models.adapters`.
+    param_dtype: dtype that parameters are stored in.
     compute_dtype: dtype of activations and matrix products. Softmax,
-      log-sum-exp, norms and log-probs are at least float32 whatever it is.
+      log-sum-exp, norms and log-probs are at least float32 in any case.
   """
 
   vocab_size: int
@@ -511,7 +526,7 @@ class ModelConfig:
     self._check_experts()
     for field in ("param_dtype", "compute_dtype"):
       dtype = checks.float_dtype(getattr(self, field), field)
-      # By name, so that jnp.bfloat16 and "bfloat16" are one config.
+      # Stored by name, so that jnp.bfloat16 and "bfloat16" give equal configs.
       object.__setattr__(self, field, dtype.name)
 
   def _check_pattern(self):
@@ -583,17 +598,17 @@ class ModelConfig:
 
   @property
   def embedding_scale(self) -> float:
-    """What embedded tokens are multiplied by."""
+    """Factor on embedded tokens: √M with `scale_embeddings`, else 1."""
     return self.width**0.5 if self.scale_embeddings else 1.0
 
   @property
   def query_factor(self) -> float:
-    """What queries are multiplied by for `score_divisor`."""
+    """Factor on queries that turns √head_dim into √score_divisor."""
     return (self.head_dim / (self.score_divisor or self.head_dim)) ** 0.5
 
   @property
   def head_path(self) -> str:
-    """Where the head's table stands among the parameters."""
+    """Name of the subtree of the parameters that holds the head's table."""
     return "embed" if self.tied_embeddings else "head"
 
   @property
@@ -603,5 +618,5 @@ class ModelConfig:
 
 
 def at_least_float32(dtype) -> jnp.dtype:
-  """The dtype in which softmax, norms and log-probs of `dtype` are taken."""
+  """The wider of `dtype` and float32, for softmax, norms and log-probs."""
   return jnp.promote_types(dtype, jnp.float32)

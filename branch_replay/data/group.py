@@ -17,10 +17,10 @@ _SMALLEST_BUCKET = 8
 
 
 def bucket(length: int) -> int:
-  """The padded length that `length` shares a compilation with.
+  """Rounds a length up to a bucket, so that few shapes are compiled.
 
-  Multiples of 1/16 of the power of two below, and of 8: linear buckets that
-  waste at most 6.25 % (or 7 positions, below 128).
+  Buckets are multiples of 8 and of 1/16 of the next lower power of two. Padding
+  is at most 6.25 % of the length, or 7 positions below 128.
   """
   if length < 1:
     return 0
@@ -34,14 +34,15 @@ class Group:
   """One prompt and its branches; several groups stack along a leading axis.
 
   Attributes:
-    prompt: i32[P + 1] ids, padded; its last real token belongs to every tail.
+    prompt: i32[P + 1] ids, padded; its last real token is run with every tail.
     prompt_length: i32[] real tokens of the prompt, at least 1.
     tails: i32[G, T] ids of the answers, padded at the end.
-    tail_lengths: i32[G] real tokens of each answer; 0 is allowed and neutral.
-    tail_inputs: i32[G, T] ids that the tails run on in place of `inputs`; None
-      where tails are autoregressive.
-    block: B, if the tails' tokens are in blocks of B, each of which sees itself
-      whole and all before; None if none sees a later one.
+    tail_lengths: i32[G] real tokens of each answer; an answer of 0 tokens
+      contributes nothing.
+    tail_inputs: i32[G, T] ids that the model reads in place of the last prompt
+      token and the tail; None for autoregressive tails.
+    block: B, if the tails' tokens are in blocks of B, in which each token sees
+      its whole block and all before it; None if no token sees a later one.
   """
 
   prompt: jax.Array
@@ -64,28 +65,31 @@ class Group:
       block: int | None = None,
       tail_inputs: Sequence[Sequence[int]] | None = None,
   ) -> "Group":
-    """Checks ids and lengths and pads them to buckets.
+    """Makes a group: checks ids and lengths, and pads them to buckets.
 
     Args:
       prompt: ids, at least one.
-      tails: G answers of any lengths; an empty one is neutral.
-      config: of the model they are for: vocabulary and position limit.
-      branches: G to pad to with empty answers; None for no padding.
+      tails: G answers of any lengths; an empty one contributes nothing.
+      config: config of the model; it gives vocabulary and position limit.
+      branches: number of branches to pad to with empty answers; None for no
+        padding.
       block: B, for tails that are not autoregressive: the hidden state at t,
-        which predicts tails[t], sees the inputs up to the end of t's block. So
-        what it is to predict must not be among them: see `tail_inputs`.
-      tail_inputs: ids that the tails run on, of the same lengths, with what is
-        to be predicted replaced by a mask's id, say; needs `block`. The first
-        stands where the prompt's last token stood. None for that token, then
-        the tail.
+        which predicts tails[t], sees the inputs up to the end of t's block. The
+        inputs must therefore not contain what is predicted: see `tail_inputs`.
+      tail_inputs: ids that the model reads, of the tails' lengths, with a mask
+        id, say, in place of what is predicted; needs `block`. The first one is
+        at the position of the prompt's last token. None for that token,
+        followed by the tail without its last.
 
     Returns:
       The padded group.
 
     Raises:
+      TypeError: ids that are text, or an argument of another wrong type.
       ValueError: an empty prompt or group, an id outside the vocabulary, more
-        positions than the model has, a block of less than a token or for a
-        model with recurrent layers, or `tail_inputs` of other lengths.
+        positions than the model has, fewer `branches` than tails, a block below
+        1 or for a model with recurrent layers, or `tail_inputs` of other
+        lengths than the tails or without `block`.
 
     Example:
       >>> import branch_replay as br
@@ -145,7 +149,7 @@ class Group:
     return jnp.where((from_tail < 0)[None], prompt[None], tail)
 
   def rows(self):
-    """What whole sequences run on, i32[G, P + T]: the prefix, then `inputs`."""
+    """Inputs of whole sequences, i32[G, P + T]: the prefix, then `inputs`."""
     if self.tail_inputs is None:
       return self.sequences()[:, :-1]
     at = jnp.arange(self.prompt.shape[0] - 1 + self.tails.shape[1])
@@ -158,11 +162,11 @@ class Group:
     return jnp.where((from_tail < 0)[None], prompt[None], tail)
 
   def inputs(self):
-    """What each tail runs on, i32[G, T]: the boundary token, then the tail.
+    """Inputs of the tails, i32[G, T]: the boundary token, then the tail.
 
-    The last prompt token predicts the first token of every branch, so it is
-    run with the branches and not with the prefix. `tail_inputs` stand in place
-    of both.
+    The boundary token is the last of the prompt. It predicts the first token of
+    every branch, so it is run with the branches and not with the prefix. If
+    there are `tail_inputs`, they are the inputs instead.
     """
     if self.tail_inputs is not None:
       return self.tail_inputs
@@ -179,17 +183,19 @@ class Group:
 
 
 def stack(groups: Sequence[Group]) -> Group:
-  """Several groups as one with a leading axis, padded to common lengths.
+  """Stacks groups along a leading axis, padded to common lengths.
 
   Args:
-    groups: groups of the same number of branches.
+    groups: groups with the same number of branches.
 
   Returns:
-    A group whose arrays carry a leading axis; groups are looped over, so that
-    the prefix state of one lives at a time in `value_and_grad`.
+    A group whose arrays have a leading axis of groups. They are run one after
+    the other; in `value_and_grad` one prefix state lives at a time.
 
   Raises:
-    ValueError: no groups, or different numbers of branches.
+    TypeError: one group in place of a list.
+    ValueError: no groups, different numbers of branches or blocks, or groups
+      that are stacked already.
   """
   if isinstance(groups, Group):
     raise TypeError("groups must be a list of Groups, not one Group.")
@@ -232,14 +238,17 @@ def stack(groups: Sequence[Group]) -> Group:
 
 
 def is_concrete(tree) -> bool:
-  """Whether every leaf has a value that can be checked now."""
+  """Whether all leaves have values, which tracers under jit do not."""
   return not any(
       isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)
   )
 
 
 def as_rows(rows, what: str) -> list[np.ndarray]:
-  """Sequences of ids as i64 arrays; see `as_ids`."""
+  """Converts sequences of ids to i64 arrays; see `as_ids`.
+
+  `what` names the argument in error messages.
+  """
   if isinstance(rows, str) or not hasattr(rows, "__iter__"):
     raise TypeError(
         f"{what} must be a list of sequences of ids, not {rows!r} of type "
@@ -249,11 +258,11 @@ def as_rows(rows, what: str) -> list[np.ndarray]:
 
 
 def as_ids(tokens, what: str) -> np.ndarray:
-  """Ids as i64[N], before anything can wrap.
+  """Converts ids to i64[N], wide enough that none wraps before it is checked.
 
   Raises:
-    TypeError: text.
-    ValueError: not one sequence of integers.
+    TypeError: text, or an array without values under jit.
+    ValueError: anything else but one sequence of integers.
   """
   if isinstance(tokens, (str, bytes)):
     raise TypeError(
@@ -303,9 +312,9 @@ def check_positions(length: int, config: config_lib.ModelConfig):
 
 
 def check(group: Group, config: config_lib.ModelConfig):
-  """Raises ValueError for what no model could be run on.
+  """Raises ValueError for a group that this model cannot be run on.
 
-  Under `jit` values are unknown and only shapes are checked.
+  Under `jit` values are unknown, and only shapes and dtypes are checked.
   """
   if not isinstance(group, Group):
     raise TypeError(
@@ -344,7 +353,7 @@ def check(group: Group, config: config_lib.ModelConfig):
 
 
 def _check_arrays(group: Group):
-  """Raises ValueError for arrays of a group made by hand that do not fit."""
+  """Raises ValueError if arrays of a hand-made group do not fit together."""
   for field in dataclasses.fields(group):
     x = getattr(group, field.name)
     if field.name == "block" or (field.name == "tail_inputs" and x is None):

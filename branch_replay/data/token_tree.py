@@ -1,13 +1,14 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tree of sequences that begin alike, as parallel arrays.
+"""A tree of sequences with a common beginning, as parallel arrays.
 
-Every token that sequences share is there once. A segment is a stretch of tokens
-that no sequence leaves; it has a parent, and the sequences end at leaves. A
-group is the tree of a root and its leaves.
+Tokens that several sequences share are stored once. A segment is a stretch of
+tokens such that every sequence contains all of it or none; each but the root
+has a parent segment, and each sequence ends with a leaf. A group is a tree of a
+root and its leaves.
 
-A tree is data of the host: its arrays are numpy's, and what is computed over it
-is scheduled from their values.
+The arrays are numpy arrays: a tree cannot be an argument under jit, because its
+values decide what is run in which order.
 """
 
 from collections.abc import Sequence
@@ -23,16 +24,16 @@ from branch_replay import config as config_lib
 from branch_replay.data import group as group_lib
 
 ROOT = 0
-NO_PARENT = -1  # of the root
-NOWHERE = -1  # in place of a token that is not there
+NO_PARENT = -1  # the parent of the root
+NOWHERE = -1  # the index of a token that does not exist
 
 
 class Turn(NamedTuple):
-  """A stretch of an episode by one speaker.
+  """One turn of an episode: consecutive tokens of one speaker.
 
   Attributes:
     tokens: ids.
-    trained: whether they carry loss: an agent's do, observations do not.
+    trained: whether they carry loss: True for an agent, False for observations.
   """
 
   tokens: Sequence[int]
@@ -41,14 +42,14 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tree:
-  """Segments in depth-first order, a parent before its children.
+  """A tree of G sequences as segments, each parent before its children.
 
   Attributes:
     tokens: i32[N] ids of all segments, one after the other, padded.
-    trained: bool[N], which of them carry loss; never the first, which nothing
+    trained: bool[N], which tokens carry loss; never the first, which nothing
       predicts, nor padding.
-    parents: i64, the parent of every segment; `NO_PARENT` of the root.
-    lengths: i64, tokens of every segment; a leaf may have none.
+    parents: i64, the index of each segment's parent; `NO_PARENT` for the root.
+    lengths: i64, the number of tokens of each segment; a leaf may have none.
     leaves: i64[G], the segment that each sequence ends with.
   """
 
@@ -66,13 +67,13 @@ class Tree:
       config: config_lib.ModelConfig,
       trained: Sequence[Sequence[bool]] | None = None,
   ) -> "Tree":
-    """The tree of the longest beginnings that sequences share.
+    """Makes a tree of sequences, which share their longest common beginnings.
 
     Args:
-      sequences: G sequences of ids, which begin with the same token.
-      config: of the model they are for: vocabulary and position limit.
-      trained: which tokens of each carry loss; None for all but the first.
-        Tokens are shared where they are alike in this too.
+      sequences: G sequences of ids, all with the same first token.
+      config: config of the model; it gives vocabulary and position limit.
+      trained: which tokens of each sequence carry loss; None for all but the
+        first. Sequences share a token only if they agree in this too.
 
     Returns:
       The tree, its tokens padded to a bucket.
@@ -97,12 +98,12 @@ class Tree:
       *,
       config: config_lib.ModelConfig,
   ) -> "Tree":
-    """The tree of episodes of an agent, cut where turns end.
+    """Makes a tree of an agent's episodes, with a cut at the end of each turn.
 
-    Observations are then segments of their own, of which nothing is read.
+    Each observation is thus a segment of its own, without loss.
 
     Args:
-      episodes: the turns of each, the first of which is not trained.
+      episodes: the turns of each episode, the first of which is not trained.
       config: as in `from_sequences`.
 
     Returns:
@@ -134,12 +135,12 @@ class Tree:
 
   @functools.cached_property
   def starts(self) -> np.ndarray:
-    """i64, where the tokens of every segment begin in `tokens`."""
+    """i64, the index in `tokens` of each segment's first token."""
     return np.cumsum(self.lengths) - self.lengths
 
   @functools.cached_property
   def positions(self) -> np.ndarray:
-    """i64, the position of every segment's first token in its sequences."""
+    """i64, the position of each segment's first token in its sequences."""
     positions = np.zeros_like(self.lengths)
     for segment in range(1, len(self.parents)):
       parent = self.parents[segment]
@@ -148,7 +149,7 @@ class Tree:
 
   @functools.cached_property
   def children(self) -> list[list[int]]:
-    """The segments below each."""
+    """The child segments of each segment."""
     children = [[] for _ in self.parents]
     for segment in range(1, len(self.parents)):
       children[self.parents[segment]].append(segment)
@@ -156,9 +157,9 @@ class Tree:
 
   @functools.cached_property
   def paths(self) -> np.ndarray:
-    """i32[G, S], where the tokens of each sequence are in `tokens`.
+    """i32[G, S], the index in `tokens` of each token of each sequence.
 
-    `NOWHERE` where it is padding; S is a bucket.
+    It is `NOWHERE` at padding; S is the longest sequence, padded to a bucket.
     """
     ends = (self.positions + self.lengths)[self.leaves]
     paths = np.full(
@@ -169,12 +170,12 @@ class Tree:
     return paths
 
   def places(self, segment: int, first: int, end: int) -> np.ndarray:
-    """Where in `tokens` the positions [first, end) of a path are.
+    """Indices in `tokens` of positions [first, end) of a path from the root.
 
     Args:
-      segment: the last of the path.
-      first: position.
-      end: position, at most the segment's end.
+      segment: the segment that the path ends with.
+      first: first position.
+      end: position after the last, at most the segment's end.
     """
     pieces = []
     while first < end:
@@ -187,7 +188,7 @@ class Tree:
     return np.concatenate([np.zeros(0, np.int64), *reversed(pieces)])
 
   def sequences(self) -> np.ndarray:
-    """The ids of each sequence, i32[G, S], 0 where it is padding."""
+    """The ids of each sequence, i32[G, S], 0 at padding."""
     return np.where(self.paths < 0, 0, self.tokens[self.paths])
 
   def mask(self) -> np.ndarray:
@@ -195,26 +196,26 @@ class Tree:
     return (self.paths >= 0) & self.trained[self.paths]
 
   def by_leaf(self, x_N):
-    """What belongs to the tokens, seen from each leaf.
+    """Copies values of the tree's tokens to every sequence that has the token.
 
-    The cotangent of a token that k sequences share is the sum of k.
+    Autodiff sums the cotangents of all sequences that share a token.
 
     Args:
-      x_N: [N, ...], one a token.
+      x_N: [N, ...], a value for each token.
 
     Returns:
-      [G, S, ...], 0 where a sequence is padding.
+      [G, S, ...], 0 at padding.
     """
     return take(jnp.asarray(x_N), self.paths)
 
   def sum_over_leaves(self, x_GS):
-    """What belongs to sequences, summed where they share a token.
+    """Sums values of sequences over all sequences that share a token.
 
-    The transpose of `by_leaf`. Weights of a loss that is linear in the tokens'
-    log-probs become weights of the tokens.
+    This is the transpose of `by_leaf`. For a loss that is linear in log-probs
+    it turns weights [G, S] of sequences' tokens into weights of tree tokens.
 
     Args:
-      x_GS: [G, S, ...].
+      x_GS: [G, S, ...], a value for each token of each sequence.
 
     Returns:
       [N, ...], 0 where `tokens` is padding.
@@ -227,7 +228,7 @@ class Tree:
 
   @property
   def is_group(self) -> bool:
-    """Whether it is a prompt without loss and answers that all carry it."""
+    """Whether this is a root without loss, and leaves that are all loss."""
     prompt = self.lengths[ROOT]
     used = int(self.lengths.sum())
     return bool(
@@ -240,7 +241,7 @@ class Tree:
 
 
 def take(x_N, index):
-  """x[index], 0 where the index is `NOWHERE`."""
+  """Takes x_N[index], and 0 where the index is `NOWHERE`."""
   found = x_N[jnp.maximum(index, 0)]
   there = jnp.asarray(index >= 0).reshape(
       *index.shape, *(1,) * (found.ndim - index.ndim)
@@ -249,7 +250,7 @@ def take(x_N, index):
 
 
 def check(tree: Tree, config: config_lib.ModelConfig):
-  """Raises ValueError for a tree that no model could be run on."""
+  """Raises ValueError for a tree that this model cannot be run on."""
   if not isinstance(tree, Tree):
     raise TypeError(
         f"tree must be a Tree, not a {type(tree).__name__}: a tree is data of "
@@ -294,7 +295,7 @@ def check(tree: Tree, config: config_lib.ModelConfig):
 
 
 def _shared(keys, ids, start: int) -> int:
-  """Where sequences that agree up to `start` stop to."""
+  """The first position after `start` at which the sequences `ids` differ."""
   first, end = keys[ids[0]], keys[ids[0]].size
   for other in (keys[i] for i in ids[1:]):
     end = min(end, other.size)
@@ -305,7 +306,7 @@ def _shared(keys, ids, start: int) -> int:
 
 
 def _grow(sequences, trained, ends, config) -> Tree:
-  """The tree of some sequences, cut at `ends` too."""
+  """Makes the tree of some sequences, with further cuts at `ends`."""
   trained = [np.asarray(mask, bool) for mask in trained]
   if [mask.shape for mask in trained] != [ids.shape for ids in sequences]:
     raise ValueError(
@@ -334,7 +335,7 @@ def _grow(sequences, trained, ends, config) -> Tree:
       leaves[ids[0]] = parent
       continue
     below = {}
-    for i in ids:  # those that end here are leaves of no tokens
+    for i in ids:  # a sequence that ends here gets a leaf of no tokens
       key = int(keys[i][end]) if keys[i].size > end else (i,)
       below.setdefault(key, []).append(i)
     waiting += [(parent, of_key, end) for of_key in reversed(below.values())]

@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix state in the host's memory, on the device one layer at a time.
+"""Keeps a prefix state in the host's memory, one layer at a time on the device.
 
-A state, or its cotangent, is a tree of arrays with a leading layer axis. Where
-such an array is in host memory, a layer of a segment brings its own slice to
-the device, and puts back the slice of a cotangent that it added to. Whatever is
-on the device is left there, and nothing is copied.
+A state, or its cotangent, is a tree of arrays with a leading layer axis. If an
+array is in host memory, each layer copies its own slice to the device, and
+copies the slice of the cotangent back after adding to it. Arrays that are on
+the device already are used there, without a copy.
 """
 
 import jax
@@ -22,12 +22,15 @@ def _on_host(x) -> bool:
 
 
 def fetch(stack, layer):
-  """A stack on the device that holds a layer, and where in it.
+  """Brings one layer of a stack to the device.
 
   Args:
-    stack: a state's or a cotangent's arrays of a stack of layers; None for
-      none.
-    layer: i32 scalar.
+    stack: arrays [L, ...] of a state or its cotangent; None for none.
+    layer: i32 scalar, which layer.
+
+  Returns:
+    Arrays on the device, and the layer's index in them: a slice of one layer
+    and 0, or the whole stack and `layer` if it is on the device already.
   """
   if not any(map(_on_host, jax.tree.leaves(stack))):
     return stack, layer
@@ -40,7 +43,7 @@ def fetch(stack, layer):
 
 
 def put_back(stack, layer, fetched):
-  """The stack with a layer as it is in what `fetch` gave."""
+  """Writes a layer that `fetch` brought, and its caller changed, back."""
   if not any(map(_on_host, jax.tree.leaves(stack))):
     return fetched
   return jax.tree.map(
@@ -52,18 +55,18 @@ def put_back(stack, layer, fetched):
 
 
 def beside(new, x):
-  """`new` in the memory that x is in."""
+  """Moves `new` to the memory (host or device) that x is in."""
   return jax.device_put(new, _HOST) if _on_host(x) else new
 
 
 def zeros(shapes):
-  """Zeros in host memory that never were on the device.
+  """Makes zeros in host memory, without allocating them on the device.
 
   Args:
     shapes: tree of `jax.ShapeDtypeStruct`.
 
   Raises:
-    ValueError: the default device has no host memory that it can reach.
+    ValueError: the default device cannot reach pinned host memory.
   """
   device = jax.devices()[0]
   kinds = [memory.kind for memory in device.addressable_memories()]

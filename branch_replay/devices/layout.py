@@ -1,9 +1,10 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layout: where parameters and tokens live, as hooks the engine calls.
+"""Layout: hooks the engine calls wherever data would move between devices.
 
-This is the layout of one device, on which every hook is the identity and which
-says what each is for. `sharding.Sharded` is the one of several devices.
+Here is the layout of one device, where the hooks do nothing; the docstrings say
+what each does on several devices, which `sharding.Sharded` implements. There,
+tokens are dealt out: device d has tokens d, d + n, d + 2n, … of every stretch.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ from branch_replay.ops.attention import kernels
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Everything on one device.
+  """The layout of one device.
 
   Attributes:
-    implementation: of attention on its devices; that of `Schedule` replaces
-      it.
+    implementation: which implementation of attention runs on its devices;
+      `Schedule.attention` replaces it.
   """
 
   implementation: kernels.Name = dataclasses.field(
@@ -35,51 +36,56 @@ class Layout:
 
   @property
   def platform(self) -> str:
-    """Of the devices that the tokens are dealt to, see `kernels.platform`."""
+    """The platform of the layout's devices, see `kernels.platform`."""
     return kernels.platform()
 
   def kernel(self, q_KGRTD) -> kernels.Kernel | None:
-    """What attends with such queries; None for the loops."""
+    """Chooses the attention kernel for these queries; None for the loops."""
     return kernels.choose(
         self.implementation, self.platform, q_KGRTD.dtype, q_KGRTD.shape[-1]
     )
 
   def over(self, function, ins, outs, grads_like=None):
-    """`function`, run on every device's share of its arguments.
+    """Wraps a function so that it runs on every device, on that device's share.
 
     Args:
-      function: of shares, to shares.
-      ins: kinds of its arguments, each a kind or a tree of kinds: "params",
-        "grads", "mixer" (arrays of a state or its cotangent), "stacked" (with
-        one more axis before) or "all", which every device has whole.
-      outs: kinds of its results.
-      grads_like: the parameters that "grads" are like.
+      function: takes and returns one device's shares.
+      ins: how each argument is shared, one word or a tree of them: "params",
+        "grads", "mixer" (arrays of a state or its cotangent, by position),
+        "stacked" (the same with one more leading axis) or "all", which every
+        device has whole.
+      outs: how each result is shared, in the same words.
+      grads_like: parameters with the structure of the results in "grads".
+
+    Returns:
+      A function of whole arguments that returns whole results.
     """
     del ins, outs, grads_like
     return function
 
   def shardings(self, params):
-    """Where each leaf of a tree of parameters is; None where jax decides."""
+    """The sharding of each leaf of `params`; None to leave it to jax."""
     del params
     return None
 
   def gather(self, path: str, params):
-    """This device's share of the parameters at `path` ↦ all of them.
+    """Gathers this device's share of the parameters at `path` to whole ones.
 
-    Not of the vocabulary tables among all that lie outside the layers, path
-    "": each is larger than several layers. The embedding is looked up where
-    its columns are, and the head gathered chunk by chunk, path "head".
+    For path "", all parameters outside the layers, the vocabulary tables stay
+    sharded, as each is larger than several layers: `look_up` reads the
+    embedding where its columns are, and the head is gathered chunk by chunk
+    with path "head".
     """
     del path
     return params
 
   def reduce(self, path: str, grads):
-    """Their whole gradient ↦ this device's share of the sum over devices."""
+    """Sums whole gradients over devices and returns this device's share."""
     del path
     return grads
 
   def look_up(self, table_VM, tokens_GT, dtype):
-    """Rows of the embedding for this device's tokens, [G, T, M]."""
+    """Looks up this device's tokens in the embedding table, [G, T, M]."""
     return table_VM[tokens_GT].astype(dtype)
 
   def add_rows(self, table_VM, tokens_GT, rows_GTM):
@@ -87,47 +93,52 @@ class Layout:
     return table_VM.at[tokens_GT].add(rows_GTM.astype(table_VM.dtype))
 
   def mine(self, x, axis: int):
-    """This device's tokens: every `devices`-th along an axis."""
+    """Takes this device's tokens, every `devices`-th along an axis."""
     del axis
     return x
 
   def all(self, x, axis: int):
-    """The tokens of all devices, in order along an axis."""
+    """Gathers the tokens of all devices, in order along an axis."""
     del axis
     return x
 
   def sum_mine(self, x, axis: int):
-    """Sum over devices, of which this one gets its tokens."""
+    """Sums over devices and takes this device's tokens of the sum."""
     del axis
     return x
 
   def sum(self, x):
-    """Sum over devices."""
+    """Sums over devices."""
     return x
 
   def merge(self, out, lse):
-    """Attention of all tokens to this device's keys ↦ this device's tokens'
-    attention to all keys."""
+    """Merges attention over the keys of all devices, by log-sum-exp.
+
+    `out` [K, G, R, T, D] is attention of all devices' tokens to this device's
+    keys, `lse` [K, G, R, T] the log-sum-exp of the scores, −inf without keys.
+    Returns both for this device's tokens and the keys of all devices.
+    """
     return out, lse
 
   def to_heads(self, x_GTK):
-    """This device's tokens of all heads ↦ all tokens of this device's heads.
+    """Exchanges this device's tokens for all tokens of this device's heads.
 
-    Heads that the devices do not divide are padded with zeros.
+    [G, T / n, K, ...] becomes [G, T, K / n, ...], with zeros added to K if the
+    n devices do not divide it.
     """
     return x_GTK
 
   def to_tokens(self, x_GTK, heads: int):
-    """Undoes `to_heads` of so many heads."""
+    """Undoes `to_heads`; `heads` is the number K without padding."""
     del heads
     return x_GTK
 
   def my_heads(self, x_K):
-    """This device's heads of what all have."""
+    """Takes this device's heads along axis 0 of what every device has."""
     return x_K
 
   def stripe(self) -> attention.Stripe:
-    """Which keys of a segment are here."""
+    """Which of a segment's tokens this device has: stride and offset."""
     return attention.Stripe()
 
   def positions(self, start, count: int) -> jax.Array:
@@ -137,6 +148,6 @@ class Layout:
     return start + stripe.offset + stripe.stride * steps
 
   def here(self, length):
-    """How many of the first `length` positions of a prefix are here."""
+    """How many of a prefix's first `length` positions this device has."""
     stripe = self.stripe()
     return (length - stripe.offset + stripe.stride - 1) // stripe.stride

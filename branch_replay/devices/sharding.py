@@ -1,18 +1,18 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several devices: the only file that names a mesh axis.
+"""The layout of several devices; the only file that names a mesh axis.
 
 Tokens are dealt out: position p of a tail, a chunk or the prefix state is on
 device p mod n, so every device holds the same share of every stretch and of the
-work below the diagonal. Queries travel and the prefix stays: the queries of all
-devices are gathered, each device attends with them to the keys it has, and the
-outputs are merged by log-sum-exp, each to its own device. Of recurrent layers
-each device runs some heads, for all tokens: inputs travel to the device of
-their head, outputs to that of their token. Parameters are sharded and gathered
-layer by layer; gradients are summed and scattered the same way. Every
-collective is a line in this file, and none is differentiated through. In
-`exact`, `sampled` and `stop` none carries the prefix; `full` has no prefix, and
-its whole sequences travel.
+causal attention over it. Queries travel and the prefix stays: each device
+gathers the queries of all, attends with them to its own keys, and the outputs
+are merged by log-sum-exp on the devices the queries came from. In recurrent
+layers each device runs some of the heads for all tokens: inputs travel to the
+device of their head, outputs back to that of their token. Parameters are
+sharded and gathered layer by layer; gradients are summed and scattered the same
+way. Every collective is a line in this file, and none is differentiated
+through. In "exact", "sampled" and "stop" no collective carries the prefix; in
+"full" there is none, and the whole sequences travel.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _SHARED = {
     "stacked": (None, None, None, _AXIS),
 }
 _LAYERS = "layers/"
-# By width, so that their columns are looked up and gathered.
+# Sharded along their width, so that each device looks up some columns of a row.
 _TABLES = ("embed/table", "head/table")
 
 
@@ -44,9 +44,9 @@ class Sharded(Layout):
   """Tokens and parameters over all devices of a mesh; made by `sharded`.
 
   Attributes:
-    mesh: of one axis.
-    axes: (name, axis) of the parameters that are sharded, the axis counted
-      without the leading L; the others are on every device.
+    mesh: the devices, along one axis.
+    axes: (name, axis) of each sharded parameter, where the axis is counted
+      without the leading L; other parameters are whole on every device.
   """
 
   mesh: jax.sharding.Mesh
@@ -82,7 +82,7 @@ class Sharded(Layout):
     return jax.tree.map(spec, kinds)
 
   def param_specs(self, params):
-    """Specs of a tree of parameters, or of gradients."""
+    """The `PartitionSpec` of each leaf of a tree of parameters or gradients."""
     axes = dict(self.axes)
 
     def spec(path, _):
@@ -95,7 +95,7 @@ class Sharded(Layout):
     return jax.tree_util.tree_map_with_path(spec, params)
 
   def place(self, params):
-    """The parameters, each device holding its share."""
+    """Moves each parameter to the devices, each of which holds its share."""
     return jax.device_put(params, self.shardings(params))
 
   def shardings(self, params):
@@ -133,7 +133,8 @@ class Sharded(Layout):
   def look_up(self, table_VM, tokens_GT, dtype):
     if "embed/table" not in dict(self.axes):
       return super().look_up(table_VM, tokens_GT, dtype)
-    # These columns of the tokens of all devices ↦ all columns of these tokens.
+    # Look up this device's columns for the tokens of all devices, then exchange
+    # them for all columns of this device's tokens.
     columns = table_VM[self.all(tokens_GT, 1)].astype(dtype)
     rows = lax.all_to_all(
         self._deal(columns, 1), _AXIS, split_axis=2, concat_axis=3, tiled=True
@@ -167,7 +168,7 @@ class Sharded(Layout):
     )
 
   def _deal(self, x, axis: int):
-    """[..., T, ...] as [..., T / devices, devices, ...]."""
+    """Reshapes [..., T, ...] to [..., T / devices, devices, ...]."""
     shape = *x.shape[:axis], -1, self.devices, *x.shape[axis + 1 :]
     return x.reshape(shape)
 
@@ -214,21 +215,21 @@ class Sharded(Layout):
 
 
 def sharded(params, devices=None) -> Sharded:
-  """A layout over this process's devices, or over those given.
+  """Makes a layout over this process's devices, or over those given.
 
   Each parameter is sharded along its largest axis that the number of devices
-  divides, the vocabulary tables along their width; where there is none it is
-  on every device.
+  divides, vocabulary tables along their width; a parameter without such an axis
+  is whole on every device.
 
   Args:
-    params: the tree to be trained, or its shapes.
-    devices: how many; None for all there are; or the devices themselves.
+    params: the parameters, or their shapes.
+    devices: how many devices; None for all there are; or a list of them.
 
   Returns:
     The layout, for `Schedule(layout=...)`.
 
   Raises:
-    ValueError: fewer devices than asked for.
+    ValueError: there are fewer devices than asked for.
   """
   checks.params_tree(params)
   several = isinstance(devices, (list, tuple, np.ndarray))

@@ -5,15 +5,15 @@
   gradients    the public functions: replay, log_probs, value_and_grad
   prefix       capture, extend, and what a state must be to be replayed
   schedule     sizes and policies, which never change the result
-  spec         the static half of a computation, and what is returned
-  compiled     the driver under jit: the loops of a group
-  hosted       the driver in Python: the steps of a program
+  spec         the static settings of a computation, and what it returns
+  compiled     the driver under jit, which loops over a group
+  hosted       the driver in Python, which runs a program step by step
   program      in what order a tree or a group is run
   runs         the unit of work: rows of tokens at the same positions
   steps        push, visit and pop of one run
-  segment      a segment of tokens through all layers, there and back
+  segment      runs a segment of tokens through all layers, and pulls it back
   state        what a prefix leaves behind
-  readout      what is read of hidden states
+  readout      what is computed from hidden states: log-probs, …
   estimators   which runs "sampled" pulls back
   balance      the load-balance term of mixtures of experts
   fingerprint  what a state belongs to: parameters to the last bit, config

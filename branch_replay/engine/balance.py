@@ -2,24 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load-balance term of mixtures of experts.
 
-Over the tokens n of a group's G whole sequences, W of them, in each of the L
-layers with experts: f_e, the fraction of all choices that fell on expert e, and
-p̄_e, the mean of its probability p_ne (`ops.experts.probabilities`). The term is
+Take the W tokens n of a group's G whole sequences, and the L layers with E
+experts of which each token chooses k. In layer l let f_le be the fraction of
+all choices that fell on expert e, and p̄_le the mean over tokens of the
+router's probability p_nle (`ops.experts.probabilities`). One group's term is
 
-  B = 1/L Σ_l E Σ_e f_le p̄_le,      ∂B/∂p_nle = E f_le / (L W),
+  B = 1/L Σ_l E Σ_e f_le p̄_le,      ∂B/∂p_nle = E f_le / (L W).
 
-of one group; of several it is the *mean* of theirs, so that it does not grow
-with their number, as a task's loss with weights settled for the whole batch
-does not. Stacked groups are divided by their number; who adds up gradients of
-groups one by one gives each its share, `balance_share=1/N`, or they are N times
-as large. Padding counts nowhere: nor do an empty tail and its prefix, nor a
-stacked group of empty tails. B is
-1 where experts share the tokens evenly and E/k where all go to the same k. f
-counts integers and has no gradient. What every token's probabilities are sent
-is the same E numbers a layer, the seeds; a position of the shared prefix stands
-in G sequences and counts, and is sent, G times as much. f is known when the
-prefix was captured and all tails have run, so tails run once more, for their
-counts alone, before the first of them is pulled back.
+B is 1 if experts share the tokens evenly, and E/k if all tokens choose the same
+k. f counts integers and has no gradient. The cotangent of a token's
+probabilities is the same E numbers a layer for every token: the *seeds*. A
+position of the shared prefix is part of G sequences, so it counts G times and
+gets G times the seeds. Padding does not count, nor an empty tail and its
+prefix, nor a stacked group whose tails are all empty.
+
+The term of several groups is the *mean* of theirs, so it does not grow with
+their number. Stacked groups are divided by their number; who adds up gradients
+of N groups one by one passes `balance_share=1/N`, or the term is N times too
+large. f is known only after all tails have run, so tails are run once more, for
+their counts alone, before the first of them is pulled back.
 
 Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961.
 """
@@ -33,7 +34,7 @@ from branch_replay.models import pattern
 
 
 def check(balance: float, config: config_lib.ModelConfig):
-  """Raises ValueError for a coefficient that means nothing here."""
+  """Raises ValueError for a negative coefficient, or one without experts."""
   checks.number(balance, "balance", 0)
   if balance and config.experts is None:
     raise ValueError(
@@ -42,7 +43,7 @@ def check(balance: float, config: config_lib.ModelConfig):
 
 
 def zeros(config: config_lib.ModelConfig):
-  """Counts of nothing, [L, E] by stack, at least float32."""
+  """Makes zero counts, [L, E] by stack, at least float32."""
   dtype = config_lib.at_least_float32(config.compute_dtype)
   return pattern.join(config, [
       [
@@ -55,12 +56,15 @@ def zeros(config: config_lib.ModelConfig):
 
 
 def add(counts, choices, weights_GT):
-  """Counts with more choices.
+  """Adds the choices of some tokens to counts.
 
   Args:
-    counts: [L, E] by stack.
-    choices: i32[L, 1, G, T, k] by stack.
-    weights_GT: how much each of their tokens counts.
+    counts: how often each expert was chosen so far, [L, E] by stack.
+    choices: the experts each token chose, i32[L, 1, G, T, k] by stack.
+    weights_GT: how often each token counts: the sequences it is part of.
+
+  Returns:
+    The updated counts.
   """
   def of_stack(counts_LE, choices_L1GTk):
     layers, k = choices_L1GTk.shape[0], choices_L1GTk.shape[-1]
@@ -79,17 +83,23 @@ def answered(tail_lengths_G):
 
 
 def groups(tail_lengths):
-  """How many of [G] or [groups, G] have such a sequence, at least 1."""
+  """How many groups have a tail that is not empty, at least 1.
+
+  `tail_lengths` is [G] of one group or [groups, G] of stacked ones.
+  """
   return jnp.maximum(jnp.sum(jnp.any(tail_lengths > 0, axis=-1)), 1)
 
 
 def seeds(config: config_lib.ModelConfig, balance, counts):
-  """balance · ∂B/∂p of a token that stands in one sequence, by stack.
+  """Computes the seeds, balance · ∂B/∂p of a token that is in one sequence.
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     balance: the coefficient, times the group's share.
-    counts: how often each expert was chosen.
+    counts: how often each expert was chosen, [L, E] by stack.
+
+  Returns:
+    [L, E] by stack.
   """
   layers = config.num_layers - config.experts.first_dense
   factor = balance * config.experts.count * config.experts.top_k / layers
@@ -102,7 +112,7 @@ def seeds(config: config_lib.ModelConfig, balance, counts):
 
 
 def load(config: config_lib.ModelConfig, counts):
-  """f of every layer with experts, [L, E]."""
+  """Computes f, the share of choices on each expert, [L, E] in layer order."""
   found = [
       jnp.stack(stacks, axis=1).reshape(-1, config.experts.count)
       for part, stacks in zip(

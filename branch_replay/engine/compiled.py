@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled driver: a group's steps as loops under jit.
+"""The compiled driver: runs the steps of a group as loops under jit.
 
-A group is run in three loops: its prefix is pushed chunk by chunk, its branches
-are visited a few at a time, and the chunks are popped last to first. One
-program serves all groups of a bucket: another prefix length, other tokens and
-other parameters do not compile again. What a caller may get wrong is checked
-outside, in `gradients` and `capture`.
+A group takes three loops: push its prefix chunk by chunk, visit its branches a
+few at a time, pop the chunks last to first. One compiled program serves all
+groups of a bucket: another prefix length, other tokens and other parameters do
+not compile again. Arguments are not checked here but in `gradients` and
+`prefix`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from branch_replay.engine.spec import Spec
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def capture(spec: Spec, params, group, version, capacity=0):
-  """The prefix state of one group, without checks."""
+  """Captures the prefix state of one group."""
   here = functools.partial(_capture, spec, capacity)
   return spec.layout.over(here, ("params", "all", "all"), spec.state)(
       params, group, version
@@ -36,7 +36,7 @@ def capture(spec: Spec, params, group, version, capacity=0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def extend(spec: Spec, params, state, tokens, length):
-  """Appends padded tokens; what lies past `length` is dropped."""
+  """Appends padded tokens to a state, up to its new length `length`."""
   real = (length - state.length)[None]
   run = runs.Run(state.length, tokens[None], real, jnp.ones(1, jnp.int32))
   state = steps.extend(spec, params, state, run)
@@ -50,8 +50,8 @@ def extend(spec: Spec, params, state, tokens, length):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def forward(spec: Spec, keep, params, group, state):
-  """Outputs, the state, and what is kept for `backward`."""
-  # What is kept does not leave the devices; several run their tails again.
+  """Runs a group forward: (outputs, state, activations for `backward`)."""
+  # On several devices activations cannot be returned: tails are run again.
   keep = keep and spec.layout.devices == 1
   outs = "all", "all" if spec.whole else spec.state, "all"
   here = functools.partial(_forward, spec, keep)
@@ -62,7 +62,7 @@ def forward(spec: Spec, keep, params, group, state):
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(spec: Spec, params, group, state, key, kept, d_outputs):
-  """The gradient, in the dtypes of the parameters."""
+  """Pulls the cotangent of the outputs back, to the parameters' dtypes."""
   ins = "params", "all", spec.state, "all", "all", "all"
   here = functools.partial(_backward, spec)
   return spec.layout.over(here, ins, "grads", params)(
@@ -74,7 +74,7 @@ def backward(spec: Spec, params, group, state, key, kept, d_outputs):
 def value_and_grad(
     spec: Spec, loss, params, group, args, state, key, share=1.0
 ):
-  """`Evaluation` and gradient, of one group or of stacked ones."""
+  """Computes `Evaluation` and gradient of one group or of stacked groups."""
   here = functools.partial(_value_and_grad, spec, loss)
   ins = "params", "all", "all", spec.state, "all", "all"
   outs = "all", "grads"
@@ -99,7 +99,7 @@ def _capture(spec, capacity, params, group, version):
       length=group.prompt_length - 1,
   )
   keep = "stages" if spec.schedule.activations == "keep" else None
-  # A state that is to be extended is not for popping.
+  # A state with room to be extended is never popped.
   saves = spec.accumulates and capacity <= chunks.capacity
 
   def push(index, state):
@@ -111,7 +111,7 @@ def _capture(spec, capacity, params, group, version):
 
   if not chunks.count:
     return state_lib.resize(spec.config, state, capacity)
-  if chunks.count == 1:  # what is kept is then the buffer, without a copy
+  if chunks.count == 1:  # no loop, so what is kept is not copied into a buffer
     state, left = push(0, state)
     buffers = jax.tree.map(lambda x: x[None], left)
   else:
@@ -141,7 +141,7 @@ def _capture(spec, capacity, params, group, version):
 
 
 def _own_state(spec: Spec, keep: bool, params, group):
-  """A state that does not outlive its gradient, and needs no version."""
+  """Captures a state for one gradient only, which needs no version."""
   keep = keep and spec.accumulates
   capturing = spec.with_policy("keep" if keep else "recompute")
   return _capture(capturing, 0, params, group, jnp.uint32(0))
@@ -205,15 +205,15 @@ def _gradient(
     spec, params, grads, group, state, key, cotangent, args=(),
     kept=(None, None), share=1.0,
 ):
-  """Adds the gradient of one group; the order of all modes but capture.
+  """Adds the gradient of one group to `grads`, in any mode, on a given state.
 
   Returns:
-    grads, outputs, "anything" of the cotangent, and the last two arguments of
-    `spec.evaluation`.
+    grads, the outputs, the "anything" of `cotangent` (of whole visits and of
+    the last, smaller one), and (`PrefixPass` or None, expert load or None).
   """
   total = report = load = seeds = None
   if state is not None:
-    # Work follows the prompt, not the room that a state has to spare.
+    # Drop spare room, so that the work is that of the prompt.
     chunks = spec.chunks(group.prompt.shape[0] - 1)
     if state.capacity > chunks.capacity:
       state = state_lib.resize(spec.config, state, chunks.capacity)
@@ -241,7 +241,7 @@ def _gradient(
   return grads, outputs, extra, (report, load)
 
 
-# These, too, run on every device; studies call them apart.
+# These run on every device too, and are public for experiments to call.
 
 
 def visit_branches(
@@ -254,12 +254,14 @@ def visit_branches(
     spec, params, grads, total, seeds: as in `steps.visit`.
     state: the captured prefix; None in "full".
     group: prompt and tails.
-    pull: what happens to the outputs; its args have leading axis G.
-    kept: what `forward` kept; by default the branches are run here.
+    pull: turns the outputs into their cotangent; its args are [G, ...].
+    kept: activations that `forward` kept; by default branches are run forward
+      here.
 
   Returns:
-    grads, total, the outputs [G, T, ...], and "anything" for the whole visits
-    (with a leading axis) and for the last, smaller one.
+    grads, total, the outputs [G, T, ...], and the "anything" of `pull`: for the
+    visits of `branches_at_once` branches, with a leading axis of visits, and
+    for the last, smaller visit (or None).
   """
   beneath, outer = _beneath(spec, state), spec.outer(params)
 
@@ -286,13 +288,15 @@ def pop_chunks(
   Args:
     spec, params, grads, total, seeds: as in `steps.pop`.
     state: the captured prefix.
-    uniform_N: in "sampled" one number in [0, 1) for every chunk.
-    sequences: how many branches the load-balance term counts.
+    uniform_N: in "sampled" a random number in [0, 1) for each chunk; else None.
+    sequences: how many branches the load-balance term counts the prefix for.
 
   Returns:
-    grads, the whole cotangent of the state, and in "sampled" the `PrefixPass`.
+    grads, the accumulated cotangent of the state, and in "sampled" the
+    `PrefixPass`, else None.
   """
-  # An accumulator of another size says how the prefix is cut, if there is one.
+  # The prefix is cut to fit the accumulator, which may be smaller or larger
+  # than the state; stacks without places have none, and the state decides.
   config, devices = spec.config, spec.layout.devices
   chunks = spec.chunks(
       state_lib.places(config, total) * devices or state.capacity
@@ -320,7 +324,7 @@ def pop_chunks(
   carry, report = (grads, total, rest), None
   if uniform_N is not None:
     carry, report = _pop_drawn(spec, uniform_N, chunks, used, pop, carry)
-  elif chunks.count == 1:  # without a loop what was kept is not copied
+  elif chunks.count == 1:  # no loop, so what was kept is not copied
     carry, _ = pop(0, carry)
   else:
     carry = lax.fori_loop(
@@ -330,7 +334,7 @@ def pop_chunks(
 
 
 def _pop_drawn(spec, uniform_N, chunks, used, pop, carry):
-  """The loop of "sampled": each chunk takes its turn."""
+  """Draws and pops chunks last to first, for "sampled"."""
   index_N = jnp.arange(chunks.count)
 
   def visit(step, carry):
@@ -353,10 +357,10 @@ def _pop_drawn(spec, uniform_N, chunks, used, pop, carry):
 
 
 def _count(spec, params, state, group):
-  """How often each expert was chosen in a group's sequences, by stack.
+  """Counts how often each expert is chosen in a group's sequences, by stack.
 
-  Runs all branches; the prefix, whose experts the state knows, counts once a
-  branch whose tail is not empty.
+  It runs all branches forward. The experts of the prefix are in the state, and
+  count once for each branch whose tail is not empty.
   """
   beneath = _beneath(spec, state)
 
@@ -377,7 +381,7 @@ def _count(spec, params, state, group):
 
 
 def _beneath(spec, state):
-  """What branches are visited on: in "full" a state of no positions."""
+  """The state that branches are visited on; in "full" an empty one."""
   if spec.whole:
     return state_lib.empty(spec.config, 0, devices=spec.layout.devices)
   return state
@@ -387,16 +391,17 @@ def _over_branches(spec, step, carry, group, args=None, kept=(None, None)):
   """Calls a step on the branches of a group, a few at a time.
 
   Args:
-    spec: how many at a time.
-    step: (carry, run) -> (carry, results); with args, (carry, run, args, kept).
-    carry: handed from one to the next.
+    spec: its schedule says how many branches make a visit.
+    step: (carry, run) -> (carry, results), or, if there are args,
+      (carry, run, args, kept) -> (carry, results).
+    carry: pytree handed from one visit to the next.
     group: the group.
-    args: tuple of pytrees with leading axis G.
-    kept: what the whole visits and the last, smaller one have kept.
+    args: tuple of pytrees with leading axis G, or None.
+    kept: activations of the equal visits, and of the last, smaller one.
 
   Returns:
-    The carry, and results of the whole visits (with a leading axis) and of the
-    smaller one.
+    The carry, and (results of the equal visits with a leading axis, results of
+    the smaller one or None).
   """
   run = runs.branches(spec, group)
   at_once = spec.at_once(group.tails.shape[0])
@@ -416,7 +421,7 @@ def _over_branches(spec, step, carry, group, args=None, kept=(None, None)):
 
 
 def _split(tree, at_once: int):
-  """(whole, rest): G rows as visits of `at_once`, and one of what is left."""
+  """Cuts G rows into equal visits [visits, at_once, ...] and the rows left."""
   leaves = jax.tree.leaves(tree)
   whole, left = divmod(leaves[0].shape[0], at_once)
   cut = whole * at_once

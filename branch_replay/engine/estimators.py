@@ -1,11 +1,11 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs of the prefix `sampled` pulls back, and with what weight.
+"""Which runs of the prefix "sampled" pulls back, and with what weight.
 
-Popping chunk i pulls its accumulated cotangent cᵢ back. If it is popped with
-probability qᵢ and cᵢ is scaled by 1/qᵢ, the expectation is the exact gradient,
-whatever qᵢ is, as long as it is settled before the draw. The size ‖cᵢ‖ is known
-by then, so qᵢ may follow it.
+Popping chunk i pulls its accumulated cotangent cᵢ back. If this is done with
+probability qᵢ, and cᵢ is scaled by 1/qᵢ, the expectation is the exact gradient
+for any qᵢ > 0 that is fixed before the draw. The size ‖cᵢ‖ is known before the
+draw, so qᵢ may depend on it.
 """
 
 import dataclasses
@@ -25,20 +25,21 @@ from branch_replay.models import pattern
 
 ChunkLaw = Literal["importance", "top"]
 
-# Least probability of a chunk under "importance", or the budget's share where
-# that is less: it bounds the weight 1/q.
+# Least probability of a chunk under "importance" (less if the budget is less
+# than this share of the chunks). It bounds the weight 1/q.
 _FLOOR = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """The estimator behind prefix_gradient="sampled".
+  """How prefix_gradient="sampled" chooses the chunks that it pulls back.
 
   Attributes:
-    chunks: expected number of chunks that run. Chunks whose probability is 1
-      always run, and count.
-    law: "importance", qᵢ ∝ ‖cᵢ‖ capped at 1, which is unbiased; "top", the
-      chunks of the largest ‖cᵢ‖ unscaled, which is deterministic and biased.
+    chunks: expected number of chunks that are pulled back, those whose
+      probability is 1 included.
+    law: "importance" draws chunk i with probability qᵢ ∝ ‖cᵢ‖, capped at 1, and
+      weight 1/qᵢ, which is unbiased. "top" takes the chunks of the largest ‖cᵢ‖
+      with weight 1, which is deterministic and biased.
   """
 
   chunks: float = 4.0
@@ -54,14 +55,14 @@ class Sampling:
 
 
 class PrefixPass(NamedTuple):
-  """What a sampled prefix pass did, chunk by chunk.
+  """Report of a sampled prefix pass, for n chunks of the prefix.
 
-  Of a tree: the runs of inner segments that have no loss of their own, in the
-  order in which they are opened.
+  For a tree, n counts the pushed runs without loss of their own, in the order
+  in which they are pushed.
 
   Attributes:
     probability: f32[n], qᵢ; 0 for chunks past the prefix.
-    drawn: bool[n], which chunks ran.
+    drawn: bool[n], which chunks were pulled back.
     size: f32[n], ‖cᵢ‖ when the chunk was popped.
   """
 
@@ -74,24 +75,24 @@ def sizes(
     config: config_lib.ModelConfig, accumulator, starts_N, index,
     layout: Layout = Layout(),
 ) -> jax.Array:
-  """‖cᵢ‖ of every chunk, [n], from the accumulated cotangents.
+  """Computes ‖cᵢ‖ of every chunk, [N], from the accumulated cotangent.
 
-  What layers with a window or a recurrence send to a chunk is known when it is
-  its turn, of chunk `index`, and not before.
+  Layers with a window or a recurrence contribute to chunk `index` only: what
+  they send to an earlier chunk is not known before its turn.
 
   Args:
-    config: geometry.
-    accumulator: cotangent of the state.
+    config: geometry of the model.
+    accumulator: accumulated cotangent of the state.
     starts_N: i32, where each chunk begins on this device, ascending; the last
-      one ends where the state does.
-    index: of the chunk whose turn it is.
-    layout: where the accumulator lives.
+      chunk ends where the state does.
+    index: i32 scalar, the chunk whose turn it is to be popped.
+    layout: on which devices the accumulator is.
   """
   chunks = starts_N.shape[0]
   total_N = 0.0
   for kind, stack in pattern.leaves(config, accumulator):
     for x in jax.tree.leaves(stack):
-      # Squares of narrow numbers overflow, and their sum comes to a stop.
+      # In float16 squares overflow; in bfloat16 long sums stop growing.
       x = x.astype(config_lib.at_least_float32(x.dtype))
       if kinds.of(config, kind).positional:
         square_P = jnp.sum(jnp.square(x), axis=(0, 1, 3))
@@ -104,25 +105,25 @@ def sizes(
 
 
 def probabilities(sampling: Sampling, size_N, waiting_N, budget):
-  """qᵢ of the chunks that wait to be popped.
+  """Computes the probability qᵢ of each chunk that waits to be popped.
 
-  Importance: qᵢ = clip(λ‖cᵢ‖, floor, 1) with λ such that Σ qᵢ = budget (or the
-  closest that floor and cap allow).
+  "importance": qᵢ = clip(λ‖cᵢ‖, floor, 1) with λ such that Σ qᵢ = budget, or as
+  close as floor and cap allow. "top": qᵢ = 1 for the largest ‖cᵢ‖, else 0.
 
   Args:
-    sampling: the estimator.
+    sampling: the law.
     size_N: ‖cᵢ‖ as accumulated so far.
-    waiting_N: bool, chunks not popped yet.
-    budget: expected number of chunks still to run.
+    waiting_N: bool, which chunks are not popped yet.
+    budget: expected number of chunks still to pull back.
 
   Returns:
-    q_N, 0 where nothing waits.
+    q_N, 0 for chunks that do not wait.
   """
   count = jnp.maximum(jnp.sum(waiting_N), 1)
   even = jnp.clip(budget / count, 0, 1)
   if sampling.law == "top":
-    # How many waiting chunks are larger; of equals the later counts as larger,
-    # since it is popped first.
+    # Rank: how many waiting chunks are larger. Of two equal ones the later,
+    # which is popped first, counts as larger.
     at = jnp.arange(size_N.shape[0])
     larger = (size_N[None] > size_N[:, None]) | (
         (size_N[None] == size_N[:, None]) & (at[None] > at[:, None])
@@ -150,7 +151,7 @@ def probabilities(sampling: Sampling, size_N, waiting_N, budget):
 
 
 def nothing_drawn(accumulator, chunks: int) -> PrefixPass:
-  """The report of so many chunks before the first is drawn."""
+  """Makes the report of `chunks` chunks before the first is drawn."""
   dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(accumulator))
   zeros_N = jnp.zeros(chunks, dtype)
   return PrefixPass(zeros_N, jnp.zeros(chunks, bool), zeros_N)
@@ -159,17 +160,19 @@ def nothing_drawn(accumulator, chunks: int) -> PrefixPass:
 def pop_or_skip(
     config: config_lib.ModelConfig, drawn, pop, skip, carry, accumulator
 ):
-  """`pop` if the chunk is drawn; else `skip`, where that does anything.
+  """Calls `pop` if the chunk is drawn, else `skip`.
 
-  Loops of no or one turn: unlike conditionals they update in place.
+  Both are loops of at most one turn, which unlike `lax.cond` update in place.
+  `skip` does nothing where all layers have a place for every position, and is
+  not called for such a model.
 
   Args:
-    config: geometry.
-    drawn: bool scalar.
+    config: geometry of the model.
+    drawn: bool scalar, whether the chunk is drawn.
     pop: (carry, accumulator) -> (carry, accumulator).
     skip: accumulator -> accumulator.
-    carry: handed through.
-    accumulator: cotangent of the state.
+    carry: pytree that `pop` updates.
+    accumulator: accumulated cotangent of the state.
 
   Returns:
     The carry and the accumulator.
@@ -186,12 +189,12 @@ def pop_or_skip(
 
 
 def weight(q, drawn):
-  """1/q of a chunk that runs; 1 under "top", whose q is 0 or 1."""
+  """The weight 1/q of a drawn chunk; 1 for any other, which is not used."""
   return 1 / jnp.where(drawn, q, 1)
 
 
 def uniforms(key, chunks: int) -> jax.Array:
-  """One number in [0, 1) for every chunk, keyed by its index."""
+  """Draws a uniform number in [0, 1) for each chunk, keyed by its index."""
   keys = jax.vmap(lambda index: jax.random.fold_in(key, index))
   return jax.vmap(jax.random.uniform)(keys(jnp.arange(chunks)))
 
@@ -200,17 +203,17 @@ def drawn(
     config: config_lib.ModelConfig, sampling: Sampling, accumulator, turn,
     layout: Layout = Layout(),
 ) -> PrefixPass:
-  """Draws whether a chunk is pulled back, alike on every device.
+  """Draws whether a chunk is pulled back; all devices draw the same.
 
   Args:
-    config: geometry.
-    sampling: the estimator.
-    accumulator: cotangent of the state with the chunk.
-    turn: `steps.Turn`.
-    layout: where the accumulator lives.
+    config: geometry of the model.
+    sampling: the law.
+    accumulator: accumulated cotangent of the state that includes the chunk.
+    turn: inputs to the draw, a `steps.Turn`.
+    layout: on which devices the accumulator is.
 
   Returns:
-    Scalars: the probability, whether it is drawn, and the size ‖cᵢ‖.
+    A `PrefixPass` of scalars.
   """
   size_N = sizes(
       config, accumulator, layout.here(turn.starts_N), turn.index, layout

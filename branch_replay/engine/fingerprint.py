@@ -1,19 +1,19 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefix state belongs to: the bits of all parameters, and the model.
+"""Fingerprints of parameters and configs, to tell what a state belongs to.
 
-The fingerprint of parameters is 32 bits. With b the bits of an element, at
-place p of one of at most `_FOLD` stretches j that the first axis is cut into,
+The fingerprint of parameters is 32 bits. The first axis of a leaf is cut into
+at most `_FOLD` equal stretches j; with b_jp the bits of the element at place p
+of stretch j,
 
   F = Σ over leaves and p of  w(leaf, p) · mix(Σ_j spread(b_jp, j))  mod 2³²,
 
-where spread and mix are bijections of 32 bits and w is odd: a change of one
-element always changes F, and any other change (a swap, a sign, a step of an
-optimizer) does but for a chance of about 2⁻³². Sums of integers do not depend
-on their order, so that sharded parameters have the fingerprint of whole ones,
-and each device sums what it has. Stretches are added up by one elementwise
-pass over the parameters, because sums to a scalar of anything but a plain
-float are slow on CPU.
+where spread and mix are bijections of 32 bits and w is odd. A change of one
+element always changes F; any other change (a swap, a sign, an optimizer step)
+leaves it with a chance of about 2⁻³². Sums of integers do not depend on their
+order, so sharded parameters have the fingerprint of whole ones, and each device
+sums what it has. Stretches are added elementwise first, because reductions of
+integers to a scalar are slow on CPU.
 """
 
 import dataclasses
@@ -26,27 +26,27 @@ import numpy as np
 
 from branch_replay import config as config_lib
 
-_FOLD = 8  # more arrays in one loop are not vectorised on CPU
+_FOLD = 8  # a loop over more arrays is not vectorised on CPU
 _ODD = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 
-# These bound and store a model, and change nothing that is computed.
+# Fields of a config that do not change what a model computes.
 _NOT_COMPUTED = ("max_positions", "param_dtype")
 
 
 def of_params(params) -> jax.Array:
-  """The fingerprint of a tree of parameters, u32[]; see the module.
+  """Computes the fingerprint of a tree of parameters, u32[]; see the module.
 
-  Bits count: −0 is not 0, and parameters of another dtype are other ones.
+  It is one of bits: −0 differs from 0, and so do dtypes.
   """
-  # Two programs, or the second would be fused into the first and both run as
-  # one slow loop on CPU. Under `jit` they are one all the same.
+  # Two programs: as one, XLA fuses both passes into one slow loop on CPU. Under
+  # an outer `jit` they become one all the same.
   return _summed(_folded(jax.tree.leaves(params)))
 
 
 @functools.lru_cache(maxsize=64)
 def of_config(config: config_lib.ModelConfig) -> tuple:
-  """(field, value) of everything in a config that changes what is computed."""
+  """Lists (field, value) of all fields that change what a model computes."""
   return tuple(
       (field.name, getattr(config, field.name))
       for field in dataclasses.fields(config)
@@ -55,7 +55,7 @@ def of_config(config: config_lib.ModelConfig) -> tuple:
 
 
 def difference(mine: tuple, other: tuple) -> str:
-  """Where two of `of_config` differ, with both values, for a message."""
+  """Describes where two results of `of_config` differ, for an error message."""
   return ", ".join(
       f"{name}={b!r} (now {a!r})"
       for (name, a), (_, b) in zip(mine, other, strict=True) if a != b
@@ -63,7 +63,7 @@ def difference(mine: tuple, other: tuple) -> str:
 
 
 def _words(leaf):
-  """The bits as u32, with one more axis where an element has 64 of them."""
+  """The bits as u32, with a further axis of two for 64-bit elements."""
   if leaf.dtype.itemsize == 8:
     return jax.lax.bitcast_convert_type(leaf, jnp.uint32)
   if leaf.dtype == bool:
@@ -74,7 +74,7 @@ def _words(leaf):
 
 @jax.jit
 def _folded(leaves):
-  """Of every leaf some arrays, which `_summed` sums up."""
+  """For each leaf, weighted arrays whose elements `_summed` adds up."""
   return [
       _parts(_words(jnp.asarray(leaf)), number)
       for number, leaf in enumerate(leaves)
@@ -84,8 +84,8 @@ def _folded(leaves):
 def _parts(words, number: int):
   if words.ndim < 2:
     return [_weighted(words.reshape(1, -1), number, 0)]
-  # Stretches are cut along the first axis alone, which layers and vocabulary
-  # tables are never sharded along.
+  # Only the first axis is cut: layers and vocabulary tables are never sharded
+  # along it.
   parts, start, rows = [], 0, words.shape[0]
   while start < rows:
     size = max(1, (rows - start) // _FOLD)
@@ -101,7 +101,7 @@ def _parts(words, number: int):
 
 @jax.jit
 def _summed(leaves):
-  """The sum of all elements of all arrays, first of rows as whole vectors."""
+  """Sums all elements of all arrays, adding rows as vectors first."""
   total = jnp.uint32(0)
   for parts in leaves:
     for x in parts:
@@ -117,14 +117,14 @@ def _summed(leaves):
 
 
 def _spread(bits, stretch: int):
-  """A bijection of 32 bits for every stretch."""
-  bits ^= bits >> 16  # a sign, too, must reach many bits
+  """A bijection of 32 bits, another one for each stretch."""
+  bits ^= bits >> 16  # so that the sign bit, too, affects many bits
   bits *= jnp.uint32((_ODD * (2 * stretch + 1)) & _MASK)
   return bits ^ (bits >> 15)
 
 
 def _mix(bits):
-  """A bijection of 32 bits in which each depends on all."""
+  """A bijection of 32 bits in which each output bit depends on all inputs."""
   bits ^= bits >> 16
   bits *= jnp.uint32(0x85EBCA6B)
   bits ^= bits >> 13
@@ -133,7 +133,7 @@ def _mix(bits):
 
 
 def _weighted(folded, number: int, start: int):
-  """w · mix of every place."""
+  """w(leaf, p) · mix(folded bits) of every place p."""
   place = jnp.uint32((number * 0x27D4EB2F + start * 0x165667B1) & _MASK)
   for axis, odd in zip(range(folded.ndim), _odds(), strict=False):
     place += jax.lax.broadcasted_iota(

@@ -6,8 +6,8 @@
   gradient = br.value_and_grad(model, loss)
 
 A group is one prompt and G answers to it. In a tree, branches branch again, and
-every token that sequences share is run once. A tree of one level is a group and
-is run as one.
+every token that several sequences share is run once. A tree of one level is run
+as a group.
 """
 
 import dataclasses
@@ -52,48 +52,50 @@ def replay(
     allow_stale: bool = False,
     version=None,
 ):
-  """Reads tails, or all tokens with loss, differentiably in `params`.
+  """Applies a readout to a group's tails, or to a tree's tokens with loss.
 
-  The gradient of a tree runs the tree forward a second time, and that of a
-  group may run its tails again: `value_and_grad`, where the loss allows it,
-  runs nothing twice.
+  The result is differentiable in `params`. Its backward pass runs a tree
+  forward a second time, and may run a group's tails again. `value_and_grad`
+  runs nothing twice, but takes only losses that are sums over branches.
 
   Args:
     model: the decoder.
     params: its parameters; the only differentiable argument.
-    data: a group, stacked groups, or a tree. Of stacked groups one is run after
+    data: a group, stacked groups, or a tree. Stacked groups are run one after
       the other, and the states of all live until the backward pass.
-    state: a captured prefix of a group, which is then not run again. In
-      "exact" it is still pulled back, and what the state keeps is read.
-    readout: see `branch_replay.readout`; what it reads of a token comes from
-      the hidden state before it.
-    prefix_gradient: "exact" equals the full gradient. "sampled" estimates it,
-      without bias, from some chunks of the prefix; of a tree, from some of the
-      runs without loss of their own. "stop" holds the captured positions
-      constant, which is biased; in a tree each segment holds constant what its
-      ancestors left behind, all but the token it starts on. (On n devices a
-      segment of a tree starts up to n − 1 tokens earlier, and so does what it
-      does not hold constant.) "full" runs every sequence on its own.
-    sampling: of "sampled": how many chunks are pulled back, by which law. An
-      inner segment of a tree has one run for every chunk.
-    key: of "sampled": a PRNG key; the same key draws the same chunks.
+    state: the group's captured prefix, which is then not run forward again. In
+      "exact" it is still back-propagated through, with the activations that
+      `capture(keep=True)` stored if there are any.
+    readout: function from hidden states to outputs, see `engine.readout`. The
+      output of a token is computed from the hidden state before it.
+    prefix_gradient: "exact" equals the full gradient. "sampled" estimates it
+      without bias from some chunks of the prefix (for a tree: from some of the
+      runs that have no loss of their own). "stop" treats the captured positions
+      as constants, which is biased; in a tree each segment treats what its
+      ancestors left behind as constant, except the token it starts on. (On n
+      devices a segment of a tree starts up to n − 1 tokens earlier, and so does
+      what it does not hold constant.) "full" runs every sequence on its own.
+    sampling: how many chunks prefix_gradient="sampled" pulls back and by which
+      law it chooses them. An inner segment of a tree has one run per chunk.
+    key: PRNG key for "sampled"; the same key draws the same chunks.
     schedule: sizes and policies, which do not change the result.
-    allow_stale: accept a state captured under other parameters. Otherwise it
-      is an error, as is one of another prompt, and inside `jit`, where there
-      are no errors, everything turns into NaN.
+    allow_stale: accept a state that was captured under other parameters.
+      Otherwise such a state is an error, as is a state of another prompt; under
+      `jit`, which cannot raise, all outputs and gradients become NaN instead.
     version: u32 the state must be marked with, in place of the fingerprint of
       `params`.
 
   Returns:
-    The readout's pytree. Of a group each leaf is [G, T, ...] and 0 where a tail
-    is padding (stacked groups: [groups, G, T, ...]). Of a tree each is
-    [N, ...], in the order of `tree.tokens`, and 0 where a token carries no
-    loss; `tree.by_leaf` is what each leaf sees of it.
+    The readout's pytree. For a group each leaf is [G, T, ...] and 0 where a
+    tail is padding (stacked groups: [groups, G, T, ...]). For a tree each leaf
+    is [N, ...], in the order of `tree.tokens`, and 0 where a token carries no
+    loss; `tree.by_leaf` arranges it by sequence.
 
   Raises:
-    ValueError: a group or tree that is none, or is not the model's; no token
-      with loss; an unknown mode; "sampled" without a key; a state of another
-      prompt or captured under other parameters, or one for a tree.
+    TypeError: an argument of the wrong type.
+    ValueError: a malformed group or tree, or ids or lengths that the model does
+      not have; a tree without loss; an unknown mode; "sampled" without a key; a
+      state of another prompt or other parameters, or a state for a tree.
   """
   options = dict(
       readout=readout, prefix_gradient=prefix_gradient, schedule=schedule,
@@ -125,19 +127,19 @@ def log_probs(
     model: decoder.Decoder, params, data: Data, *, temperature: float = 1.0,
     **options,
 ) -> jax.Array:
-  """log p(token | tokens before it) of every token of every tail or sequence.
+  """log p(token | tokens before it), in nats, of every token of every tail.
 
   Args:
     model: the decoder.
     params: its parameters.
     data: a group, stacked groups, or a tree.
-    temperature: of the softmax; the sampler's.
+    temperature: τ > 0 of softmax(logits / τ); use that of the sampler.
     **options: as in `replay`.
 
   Returns:
-    f32[G, T] of a group, 0 where a tail is padding; of a tree f32[G, S] of its
-    G whole sequences, 0 where a token carries no loss or is padding,
-    `tree.mask()`.
+    For a group f32[G, T], 0 where a tail is padding; for a tree f32[G, S] over
+    its G whole sequences, 0 where `tree.mask()` is false (a token is padding or
+    carries no loss).
 
   Raises:
     ValueError: see `replay`.
@@ -150,19 +152,21 @@ def log_probs(
 def dense_log_probs(
     model: decoder.Decoder, params, data: Data, *, temperature: float = 1.0
 ) -> jax.Array:
-  """The reference of `log_probs`: whole sequences, plain attention, autodiff.
+  """Computes `log_probs` the slow, plain way, as a reference.
+
+  It runs every sequence whole, with plain attention and ordinary autodiff.
 
   Args:
     model: the decoder.
     params: its parameters.
     data: one group, or a tree.
-    temperature: of the softmax.
+    temperature: τ > 0 of softmax(logits / τ).
 
   Returns:
     As `log_probs`.
 
   Raises:
-    ValueError: a group or tree that is not the model's; stacked groups.
+    ValueError: ids or lengths that the model does not have; stacked groups.
   """
   params_lib.check(model, params)
   checks.number(temperature, "temperature", above=0)
@@ -212,52 +216,55 @@ def value_and_grad(
     balance: float = 0.0,
     hosted: hosted_lib.Hosted | None = None,
 ):
-  """One-pass gradient of a loss that is a sum over branches or tokens.
+  """Makes a function that computes a loss and its gradient in one pass.
 
-  The loss of each branch is known when it has been run, so its backward pass
-  follows at once and nothing is run twice; of stacked groups the state of one
+  The loss must be a sum over branches or tokens. Then the loss of a branch is
+  known as soon as the branch has been run, its backward pass follows at once,
+  and nothing is run twice; the state of only one of several stacked groups
   lives at a time. `jax.grad` of `replay` gives the same for any loss.
 
   Args:
     model: the decoder.
-    loss: (outputs, *args) -> scalar. Of groups, a *sum* over the branches it is
-      given: a mean would depend on `branches_at_once`. Of trees, a sum over any
-      [R, C] tokens, each taken where it stands in the tree, once for all
-      sequences that share it; tokens without loss come with outputs and args of
-      0 and must add nothing. (For a loss that is linear in the log-probs,
-      `tree.sum_over_leaves` gives the weights of tokens.) One function object
-      compiles once; a new lambda compiles again.
-    readout: see `branch_replay.readout`.
+    loss: (outputs, *args) -> scalar. For groups it must *sum* over the branches
+      it is given: a mean would depend on `branches_at_once`. For trees it must
+      sum over the [R, C] tokens it is given; a token that several sequences
+      share is given once. Tokens without loss come with outputs and args of 0
+      and must add nothing. (For a loss that is linear in the log-probs,
+      `tree.sum_over_leaves` turns weights of sequences into weights of tokens.)
+      Pass the same function object every time: a new lambda compiles again.
+    readout: function from hidden states to outputs, see `engine.readout`.
     prefix_gradient: as in `replay`.
     sampling: as in `replay`.
-    schedule: as in `replay`. What inner segments of a tree keep from there to
-      back is of one path.
+    schedule: as in `replay`. With activations="keep", only the inner segments
+      of one path of a tree hold their activations at a time.
     trainable: "all", or "adapters" for the gradient of low-rank adapters
-      alone, see `adapters.add`; the base then costs no weight gradients.
+      alone, see `adapters.add`; no weight gradients of the base are computed.
     balance: coefficient of the load-balance term of a mixture of experts, see
-      `branch_replay.balance`, whose gradient is added: of a tree over all
-      sequences, in which a shared token counts once for each; of stacked groups
-      that of the mean of their terms; in "stop" that of what is pulled back
-      alone. Unless 0 it costs one more forward pass, of a group's tails or of
-      the whole tree, and the result is a `spec.Balanced`, with the share of
-      every expert.
-    hosted: None compiles a group as a whole. Otherwise its chunks and branches
-      are run step by step from Python, with progress shown, see `Hosted`; an
-      interrupt raises KeyboardInterrupt between two steps, and nothing that was
-      passed in has changed then. Such a function is not to be called under
-      `jit`. Trees are always run so.
+      `engine.balance`; the term's gradient is added. In a tree a shared token
+      counts once for each sequence; stacked groups contribute the mean of their
+      terms; in "stop" only what is back-propagated contributes. Unless it is 0,
+      it costs one more forward pass (a group's tails or the whole tree), and
+      the function returns a `spec.Balanced`, with the load of every expert.
+    hosted: None compiles a group as one program. A `Hosted` runs its chunks and
+      branches step by step from Python, with a progress bar if wanted; an
+      interrupt raises KeyboardInterrupt between two steps and leaves the
+      arguments as they were. Such a function must not be called under `jit`.
+      Trees are always run this way.
 
   Returns:
     A function (params, data, *args, state=None, key=None, allow_stale=False,
-    version=None, balance_share=None) -> (`Evaluation`, grads): loss, outputs,
-    and in "sampled" which chunks ran. Each of `args` has the leading axes of
-    the tails, [G, ...] or [groups, G, ...], or of a tree's tokens, [N, ...].
-    Gradients are at least float32 and have the structure of what is trained,
-    `adapters.select(params, trainable)`. Who adds up the gradients of N calls
-    passes balance_share=1/N, a factor on the load-balance term; None is 1.
+    version=None, balance_share=None) -> (`Evaluation`, grads). The evaluation
+    has the loss, the outputs, and in "sampled" which chunks ran. Each of `args`
+    has the leading axes of the tails, [G, ...] or [groups, G, ...], or of a
+    tree's tokens, [N, ...]. Gradients are at least float32 and have the
+    structure of `adapters.select(params, trainable)`. balance_share is a factor
+    on the load-balance term: pass 1/N to add up the gradients of N calls; None
+    is 1.
 
   Raises:
-    ValueError: by the function: see `replay`; adapters of a model without any.
+    TypeError: an argument of the wrong type. The returned function also raises
+      as `replay` does, and ValueError for `trainable="adapters"` with a model
+      that has no adapters.
   """
   params_lib.check_model(model)
   checks.function(
@@ -306,14 +313,14 @@ def make_spec(
     sampling=Sampling(), *, one_pass=True, trainable="all",
     balance=0.0,
 ) -> Spec:
-  """The static half of a group's gradient, its activation policy settled.
+  """Builds the spec of a group's gradient and chooses its activation policy.
 
   Args:
     model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
       in `value_and_grad`.
     group: the group, or its shapes.
-    one_pass: whether the backward pass of a visit follows its forward pass at
-      once, so that one visit's activations are held at a time.
+    one_pass: whether each visit's backward pass follows its forward pass at
+      once, so that the activations of only one visit are held at a time.
   """
   params_lib.check_model(model)
   group_lib.check(group, model.config)
@@ -327,7 +334,7 @@ def make_spec(
   elif not spec.accumulates:
     prefix = 0
   rows = spec.at_once(branches) * tokens
-  # Several devices do not keep tails for `replay`, see `compiled.forward`.
+  # On several devices `compiled.forward` keeps no activations of tails.
   one_pass = one_pass or spec.layout.devices > 1
   return spec.settled(prefix, rows, rows if one_pass else branches * tokens)
 
@@ -336,7 +343,7 @@ def plan_tree(
     model, tree, readout, prefix_gradient, schedule,
     sampling=Sampling(), trainable="all", balance=0.0,
 ) -> tuple[Spec, program_lib.Program]:
-  """The static half of a tree's gradient, and the program of the tree."""
+  """Builds the spec of a tree's gradient, and the program of the tree."""
   spec = Spec(
       model, readout, prefix_gradient, schedule, sampling, trainable, balance
   )
@@ -351,7 +358,7 @@ def plan_tree(
 
 
 def check_key(spec: Spec, key):
-  """Refuses a key that is none, or that is missing where chunks are drawn."""
+  """Checks a PRNG key; in "sampled", which draws chunks, it must be there."""
   if spec.prefix_gradient == "sampled" and key is None:
     raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
   if key is not None:
@@ -359,10 +366,11 @@ def check_key(spec: Spec, key):
 
 
 def check_share(spec: Spec, balance_share) -> float:
-  """The factor on the load-balance term.
+  """Returns the factor on the load-balance term, 1 for None.
 
   Raises:
-    ValueError: there is no such term, or the factor is none.
+    TypeError: the factor is no number.
+    ValueError: it is negative, or the spec has no load-balance term.
   """
   if balance_share is None:
     return 1.0
@@ -421,7 +429,7 @@ _replay.defvjp(_replay_forward, _replay_backward)
 
 
 def _check(spec, state, params, group, version, allow_stale):
-  """None, or under jit whether a given state may be replayed."""
+  """Checks a state; returns None, or a bool array where jit hides values."""
   if state is None:
     return None
   found = [prefix_lib.check_replayable(spec, state, group)]
@@ -432,12 +440,12 @@ def _check(spec, state, params, group, version, allow_stale):
 
 
 def _inside(state):
-  """The state as a computation takes it, once it has been checked."""
+  """The checked state without `model`, which computations do not take."""
   return None if state is None else dataclasses.replace(state, model=None)
 
 
 def _poisoned(good, tree):
-  """The tree, or NaN in all its floats where `good` is false."""
+  """Replaces all floats of a tree by NaN if `good` is a false array."""
   def poison(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return x
@@ -497,7 +505,8 @@ def _tree_gradient(
   size = tree.tokens.size
   checks.leading(args, (size,), "one a token of the tree, tree.tokens.size")
   args = jax.tree.map(jnp.asarray, args)
-  # An empty tail of a group is padding; here it is a sequence, and counts.
+  # The load-balance term counts an empty leaf's sequence; a group would take
+  # the empty tail for padding and leave it out.
   empty = not tree.lengths[tree.leaves].all()
   if tree.is_group and not (options["balance"] and empty):
     group, places_GT = _as_group(tree, model.config)
@@ -518,7 +527,7 @@ def _tree_gradient(
 
 
 def _as_group(tree, config):
-  """The group of a tree of one level, and where its tails' tokens are."""
+  """A tree of one level as a group, and where each tail token is in it."""
   at = tree.starts[tree.leaves]
   lengths = tree.lengths[tree.leaves]
   group = group_lib.Group.create(
@@ -534,7 +543,7 @@ def _as_group(tree, config):
 
 
 def _at_places(outputs, places_GT, size: int):
-  """Outputs [G, T, ...] of a group as those of the tree's tokens, [N, ...]."""
+  """Moves a group's outputs [G, T, ...] to the tree's tokens, [N, ...]."""
   at = np.where(places_GT < 0, size, places_GT)
 
   def place(x):

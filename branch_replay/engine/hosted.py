@@ -3,14 +3,14 @@
 """The hosted driver: a loop in Python over the steps of a program.
 
 It runs trees, which differ from each other, and groups whose prefix takes
-minutes or hours: it shows progress, stops between two steps, and may keep the
-state in the host's memory. Every step is compiled once for the shapes of its
-run; in which order steps come is data. One state holds the path that is open,
-one accumulator its cotangent; both are donated from step to step, so memory is
-that of the deepest path. Where a layer has no place for every position (a
-window, a recurrence), the cotangent that has come in so far waits on a stack
-while runs further down are open. Under `jit` the loop unrolls, and every
-program compiles anew.
+minutes or hours: it shows progress, can be interrupted between two steps, and
+may keep the state in the host's memory. A step is compiled once for the shapes
+of its run, whatever the order of steps. One state holds the path of runs that
+are open (pushed and not yet popped), one accumulator its cotangent; both are
+donated from step to step, so memory is that of the deepest path. For layers
+without a place for every position (a window, a recurrence) the cotangent
+accumulated for a run's parent waits on a Python stack while the run is open.
+Under `jit` the loop unrolls, and every program compiles anew.
 """
 
 import dataclasses
@@ -41,13 +41,14 @@ from branch_replay.mixers import kinds
 
 @dataclasses.dataclass(frozen=True)
 class Hosted:
-  """How the hosted driver runs.
+  """Settings of the hosted driver.
 
   Attributes:
     progress: whether to show a progress bar.
     offload: whether the prefix state and its cotangent stay in the host's
-      memory, and on the device one layer at a time. Every step then moves all
-      of the state across, and in "exact" the cotangent there and back.
+      memory and only one layer at a time is on the device. Every step then
+      copies the whole state to the device, and in "exact" the cotangent there
+      and back.
   """
 
   progress: bool = False
@@ -58,7 +59,7 @@ class Hosted:
     checks.flag(self.offload, "Hosted.offload")
 
   def check(self, spec: Spec):
-    """Raises ValueError for a computation that cannot be run like this."""
+    """Raises ValueError if these settings do not fit a spec."""
     if self.offload and not kinds.positional(spec.config):
       raise ValueError(
           "offload=True is for full and latent attention: the state of "
@@ -71,13 +72,13 @@ class Hosted:
 
 
 class _Open(NamedTuple):
-  """What waits while a run is open.
+  """What is stored while a run is open, to pop it.
 
   Attributes:
-    saved: what `steps.push` returned with it.
-    kept: what it kept.
-    of_parent: what has come in so far of the cotangent of the state before the
-      run, without what has places; None before anything has.
+    saved: what `steps.push` saved of the state before the run.
+    kept: the activations it kept, or None.
+    of_parent: `state.rest_of` the cotangent accumulated, before the run was
+      opened, for the state it was pushed on; None if there was none.
   """
 
   saved: Any
@@ -86,15 +87,16 @@ class _Open(NamedTuple):
 
 
 def outputs(spec: Spec, params, program: Program):
-  """The readout of a whole program, without a backward pass.
+  """Runs a program forward and returns the outputs of the readout.
 
   Args:
     spec: model, readout and schedule.
     params: parameters.
-    program: of a tree or a group.
+    program: the program of a tree or a group.
 
   Returns:
-    The readout's pytree, each leaf [N, ...] and 0 where nothing is wanted.
+    The readout's pytree, each leaf [N, ...], and 0 where no output is wanted.
+    N counts the tokens of a tree, or the branches of a group.
   """
   found = []
 
@@ -116,26 +118,26 @@ def gradient(
     spec: Spec, params, program: Program, loss, args, *, key=None, share=1.0,
     how: Hosted = Hosted(),
 ):
-  """The gradient in one pass: leaves are run once, inner runs there and back.
+  """Runs a program forward and backward and returns the gradient.
 
   Args:
     spec: model, readout, mode and schedule.
     params: parameters.
-    program: of a tree or a group.
-    loss: (outputs, *args) -> scalar of one run's rows; None if the only one of
-      `args` is the cotangent of the outputs.
-    args: tuple of pytrees of arrays with leading axis N.
-    key: of "sampled".
+    program: the program of a tree or a group.
+    loss: (outputs, *args) -> scalar, for the rows of one run; None if the only
+      one of `args` is the cotangent of the outputs.
+    args: tuple of pytrees of arrays with leading axis N, see `outputs`.
+    key: PRNG key for "sampled"; else unused.
     share: factor on the load-balance term.
-    how: progress and memory.
+    how: whether to show progress, and where the state is.
 
   Returns:
-    `Evaluation`, or `Balanced` with a load-balance term: the loss's sum over
-    runs, outputs [N, ...], and in "sampled" which runs were drawn; and
+    An `Evaluation` (a `Balanced` with a load-balance term): the loss summed
+    over runs, outputs [N, ...], and in "sampled" which runs were drawn; and
     gradients like `spec.trained(params)`, at least float32.
   """
   if spec.layout.devices > 1 and spec.schedule.activations == "keep":
-    spec = spec.with_policy("recompute")  # what is kept stays on one device
+    spec = spec.with_policy("recompute")  # activations are kept on one only
   seeds, load = _count(spec, params, program, share)
   state = _placed(how, _empty, spec, program.capacity, params)
   grads = total = None
@@ -205,15 +207,15 @@ _SHOWN = {
 
 
 class Draws:
-  """Which runs "sampled" pulls back, in the order of a program.
+  """Decides which runs "sampled" pulls back as a program opens and closes them.
 
-  A run with outputs of its own has to go back anyway, so it always does, and
-  hands on all that has come in. Of the others each is drawn when it is closed,
-  with a probability that is settled by then, see `estimators`. A path is pulled
-  back deepest run first, so what one passes on is complete before the next is
-  drawn, and the mean is the exact gradient. The budget is shared out by number
-  between what is open, where the sizes of cotangents are known, and what has
-  not been run yet.
+  A run with outputs of its own is pulled back in any case, with all of its
+  accumulated cotangent. Every other run is drawn when it is closed, with a
+  probability that is fixed before the draw, see `estimators`. The runs of a
+  path are closed deepest first, so the cotangent of a run is complete when it
+  is drawn, and the expectation is the exact gradient. The budget (how many runs
+  to pull back, in expectation) is divided by number of runs between those that
+  are open, whose cotangents have a known size, and those not opened yet.
   """
 
   def __init__(self, spec: Spec, program: Program, key):
@@ -228,7 +230,7 @@ class Draws:
     self._started += run.read is None
 
   def turn(self) -> steps.Turn | None:
-    """Of the last run that is open; None if it has outputs and always runs."""
+    """Inputs to the draw of the run opened last; None if it always runs."""
     number = self._open[-1][1]
     if number is None:
       return None
@@ -244,7 +246,7 @@ class Draws:
     )
 
   def closed(self, report):
-    """Takes what happened to it, a `PrefixPass` of scalars or None."""
+    """Records how the draw of that run went: a scalar `PrefixPass`, or None."""
     number = self._open.pop()[1]
     if number is not None:
       self._found[number] = report
@@ -256,7 +258,10 @@ class Draws:
 
 
 def _forward(spec, params, program, step):
-  """Calls (kind, run, places, state) -> (state, saved) of each run."""
+  """Runs a program forward, calling step for each push and visit.
+
+  `step` is (kind, run, places, state) -> (state, saved).
+  """
   state, stack = _empty(spec, program.capacity, params), []
   for kind, run, places in program.steps:
     if kind == Kind.CLOSE:
@@ -268,7 +273,7 @@ def _forward(spec, params, program, step):
 
 
 def _count(spec, params, program, share):
-  """Seeds and load of the load-balance term, by a pass of their own."""
+  """Counts experts in a forward pass: (seeds, load) of the balance term."""
   if not spec.balance:
     return None, None
   counts = balance_lib.zeros(spec.config)
@@ -289,7 +294,7 @@ def _count(spec, params, program, share):
 
 
 def _collect(found, size: int):
-  """The outputs of runs, each at its place."""
+  """Puts the outputs of all runs at their places in arrays [size, ...]."""
   places, first = found[0]
   flat = jax.tree.map(
       lambda x: jnp.zeros((size, *x.shape[places.ndim :]), x.dtype), first
@@ -300,7 +305,7 @@ def _collect(found, size: int):
 
 
 def _placed(how: Hosted, make, *args):
-  """The zeros that a function of static shapes makes, where they belong."""
+  """Makes zeros by `make(*args)`, in the host's memory if it is offloaded."""
   if not how.offload:
     return make(*args)
   shapes = jax.eval_shape(functools.partial(make, *args))
@@ -314,7 +319,7 @@ def _placed(how: Hosted, make, *args):
 
 
 def _set_aside(config, total):
-  """What waits of an accumulator while a run is open, and the accumulator."""
+  """Takes `rest_of` an accumulator out while a run is open; leaves zeros."""
   if total is None or kinds.positional(config):
     return None, total
   rest = state_lib.rest_of(config, total)
@@ -323,7 +328,7 @@ def _set_aside(config, total):
 
 
 def _restored(spec, state, run, opened: _Open):
-  """The state before the run that was pushed last."""
+  """Rebuilds the state before the run that was pushed last."""
   if kinds.positional(spec.config):
     return state
   return state_lib.with_rest(
@@ -333,7 +338,7 @@ def _restored(spec, state, run, opened: _Open):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(flat, places, out):
-  """Arrays [N, ...] with those of a run at their places."""
+  """Writes the outputs of a run at their places in arrays [N, ...]."""
   def put_one(x_N, new):
     at = jnp.where(places < 0, x_N.shape[0], places)
     return x_N.at[at].set(new, mode="drop")
@@ -343,12 +348,12 @@ def _put(flat, places, out):
 
 @jax.jit
 def _take(args, places):
-  """The arrays of a run from those [N, ...] of a program."""
+  """Takes the arguments of one run from arrays [N, ...] of a program."""
   return jax.tree.map(lambda x: token_tree.take(x, places), args)
 
 
 def _pull(loss, places, args) -> steps.Pull:
-  """A loss of the outputs that are wanted alone."""
+  """Makes the `Pull` of a loss that sees 0 for outputs that are not wanted."""
   cotangent = spec_lib.cotangent_of(loss)
 
   def wanted(tree):
@@ -403,7 +408,7 @@ def _zero_total(spec, capacity, params):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def _push(spec, keep, looks, params, state, run):
-  """The state with a run, what popping it needs, what was kept, outputs."""
+  """Pushes a run: (state, saved, kept activations, outputs if `looks`)."""
   def here(params, state, run):
     state, saved, (y_RSM, stages) = steps.push(
         spec, params, state, run, keep=keep
@@ -440,7 +445,7 @@ def _restore(spec, state, run, saved):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _tally(spec, opens, params, counts, state, run):
-  """Counts the experts of a run; an inner one is pushed."""
+  """Counts the experts that a run chooses, and pushes it if `opens`."""
   def here(params, counts, state, run):
     new, saved = balance_lib.zeros(spec.config), None
     if opens:
@@ -457,7 +462,7 @@ def _tally(spec, opens, params, counts, state, run):
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _visit(spec, loss, params, grads, total, state, run, places, args, seeds):
-  """Leaves there and back."""
+  """Runs leaves forward and backward."""
   def here(params, grads, total, state, run, places, args, seeds):
     pull = None if run.read is None else _pull(loss, places, args)
     return steps.visit(
@@ -477,11 +482,11 @@ def _visit(spec, loss, params, grads, total, state, run, places, args, seeds):
 def _push_and_visit(
     spec, loss, params, grads, state, run, places, args, seeds
 ):
-  """Pushes a run and pulls its own outputs back, but no further."""
+  """Pushes a run and pulls back its own outputs; the state is constant."""
   def here(params, grads, state, run, places, args, seeds):
     kept_as = steps.keeps(spec.schedule.activations)
     state, saved, kept = steps.push(spec, params, state, run, keep=kept_as)
-    # What it continues from is read where it stands now, or it is copied.
+    # The run's backward pass reads the new state: the old one would be copied.
     before = state_lib.with_rest(
         spec.config, state, steps.restore(spec, state, run, saved)
     )
@@ -503,7 +508,7 @@ def _pop(
     spec, loss, params, grads, total, state, run, opened, places, args, turn,
     seeds,
 ):
-  """Takes a run off the state and pulls all that has come in of it back."""
+  """Pops a run: pulls back its own outputs and its accumulated cotangent."""
   def here(params, grads, total, state, run, opened, places, args, turn, seeds):
     pull = None if run.read is None else _pull(loss, places, args)
     grads, total, rest, out, value, report = steps.pop(
@@ -528,10 +533,10 @@ def _pop(
 
 
 def _cleared(config: config_lib.ModelConfig, total, start, width: int):
-  """The accumulator without what has come in of a run that was popped.
+  """Sets the accumulator to zero at the places of a run that was popped.
 
-  The next run that is pushed there starts from nothing, and the padding of the
-  run before reaches this far.
+  The next run pushed there must start from zero. All `width` places are
+  cleared, since the padding of the run has places too.
   """
   def clear(x_LKPD):
     shape = *x_LKPD.shape[:2], width, x_LKPD.shape[3]

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Making a prefix state, and checking one that is handed in."""
+"""Captures a prefix state, extends it, and checks one before it is used."""
 
 import dataclasses
 
@@ -30,31 +30,34 @@ def capture(
     keep: bool = False,
     version=None,
 ) -> state_lib.PrefixState:
-  """Runs all of a prompt but its last token, once, for all its branches.
+  """Runs a prefix, all of a prompt but its last token, and returns its state.
 
-  Chunks of the prompt are run without autodiff, each on top of those before;
-  the activations of one chunk live at a time.
+  The prefix is run chunk by chunk without autodiff, each chunk on top of the
+  state of those before it, so the activations of one chunk live at a time.
 
   Args:
     model: the decoder.
     params: its parameters.
     prompt: a `Group`, or the ids of a prompt.
-    capacity: positions to make room for, at least those of the prefix, if the
-      state is to be extended; None for the prefix alone. With more room than
-      that, layers with a window or a recurrence keep nothing of chunks: such a
-      state is for sampling and for "stop".
+    capacity: positions to make room for, at least those of the prefix, so that
+      `extend` can append to the state; None for the prefix alone. With room to
+      spare, layers with a window or a recurrence do not save what they need to
+      pop chunks: such a state serves sampling and "stop", but not "exact".
     schedule: chunk size and layout.
-    keep: whether the state keeps its activations, so that the prefix pass does
-      not run the prefix again.
+    keep: whether the state also stores the activations of the prefix, so that
+      "exact" does not run the prefix a second time; on one device only.
     version: u32 to mark the state with, instead of a fingerprint of `params`.
 
   Returns:
-    The state, a constant under autodiff. It belongs to these parameters and to
-    the model's config, but for the fields that change nothing that is computed.
+    The state, a constant under autodiff. It is accepted only with these
+    parameters and this model's config (`max_positions` and `param_dtype`, which
+    change nothing that is computed, may differ).
 
   Raises:
+    TypeError: an argument of the wrong type.
     ValueError: an empty prompt, an id outside the vocabulary, more positions
-      than the model has.
+      than the model has, a capacity below the prefix, stacked groups, or keep
+      on several devices.
   """
   params_lib.check(model, params)
   schedule_lib.check(schedule)
@@ -94,24 +97,26 @@ def extend(
     schedule: Schedule = Schedule(),
     version=None,
 ) -> state_lib.PrefixState:
-  """Appends tokens to a state that has room for them.
+  """Runs more tokens on top of a state and appends what they leave behind.
 
   Args:
     model: the decoder.
     params: the parameters the state was captured under.
-    state: captured with `capacity` to spare; what it keeps is dropped, so that
-      with windows or recurrences the result is for sampling and for "stop".
-    tokens: ids.
-    schedule: how many are run at a time.
-    version: what the state is marked with, if not by a fingerprint.
+    state: captured with `capacity` to spare, on one device. Stored activations
+      and what popping chunks needs are dropped, so that a model with windows or
+      recurrences can use the result for sampling and "stop" only.
+    tokens: ids, in order.
+    schedule: its `chunk_size` is how many tokens are run at a time.
+    version: u32 the state must be marked with, in place of the fingerprint of
+      `params`.
 
   Returns:
     The longer state; `state` itself is unchanged.
 
   Raises:
-    ValueError: no room, ids outside the vocabulary, more positions than the
-      model has, or other parameters or another model; nothing has been
-      overwritten then.
+    ValueError: the state has too little room or is on several devices; ids
+      outside the vocabulary; more positions than the model has; a state of
+      another model or other parameters.
   """
   params_lib.check(model, params)
   schedule_lib.check(schedule)
@@ -143,7 +148,7 @@ def extend(
 
 
 def check_state(state):
-  """Raises TypeError for what is no prefix state."""
+  """Raises TypeError for anything but a `PrefixState`."""
   checks.instance(
       state, "state", state_lib.PrefixState, "capture makes one of a prompt."
   )
@@ -156,7 +161,7 @@ def check_single(group):
 
 
 def check_samplable(state, model, params, group, version):
-  """Raises ValueError for a state that cannot be gone on from."""
+  """Raises ValueError for a state that this group cannot be sampled from."""
   check_state(state)
   if state.devices > 1:
     raise ValueError("A state on several devices cannot be sampled from.")
@@ -166,10 +171,15 @@ def check_samplable(state, model, params, group, version):
 
 
 def check_replayable(spec, state, group):
-  """None, or under jit whether the state is of this group's prompt.
+  """Checks that a group's tails can be replayed on a state, in a spec's mode.
+
+  Returns:
+    None; under jit, where ids have no values yet, a bool scalar that says
+    whether the state is of this group's prompt.
 
   Raises:
-    ValueError: a state that cannot be replayed so.
+    ValueError: the state is of another model, prompt, layout or chunk size, or
+      lacks what popping its chunks needs; or the mode is "full".
   """
   check_state(state)
   if spec.whole:
@@ -181,7 +191,7 @@ def check_replayable(spec, state, group):
         f"{spec.layout.devices}. Capture it with the same schedule."
     )
   if state.kept is not None:
-    # Inputs of layers of every chunk, [chunks, L, 1, C, M], come first.
+    # The first leaf holds every chunk's layer inputs, [chunks, L, 1, C, M].
     kept = jax.tree.leaves(state.kept)[0].shape
     if (kept[0], kept[3]) != spec.chunks(group.prompt.shape[0] - 1):
       raise ValueError(
@@ -220,9 +230,9 @@ def _check_prompt(state, group):
 
 
 def check_model(state, config):
-  """Raises ValueError for a state that a model of this config did not capture.
+  """Raises ValueError for a state that a model of another config captured.
 
-  Also under `jit`, and whatever the state is marked with.
+  It raises under `jit` too, and does not look at the state's `version`.
   """
   if state.model is None:
     raise ValueError("The state was not made by capture: capture it.")
@@ -236,10 +246,18 @@ def check_model(state, config):
 
 
 def check_version(state, params, version):
-  """None, or under jit whether the state is of these parameters.
+  """Checks that a state was captured under these parameters.
+
+  Args:
+    state: the state.
+    params: the parameters, whose fingerprint it must be marked with.
+    version: u32 it must be marked with instead; None for the fingerprint.
+
+  Returns:
+    None; under jit, where these have no values yet, a bool scalar.
 
   Raises:
-    ValueError: it is not, and the values are there to see it.
+    ValueError: the state is marked with something else.
   """
   if version is None:
     version = fingerprint.of_params(params)

@@ -1,19 +1,20 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""In what order runs are pushed, visited and popped: depth first, one state.
+"""A program: in which order the runs of a group or tree are pushed and popped.
 
 The program of a group pushes the chunks of its prefix, visits its branches and
-pops the chunks. That of a tree does so at every inner segment.
+pops the chunks. The program of a tree does so at every inner segment (one that
+has children), depth first, so that one state serves the whole tree.
 
-The last token of an inner segment predicts the first token of every child. So a
-segment runs on the token before its own first one, up to the last but one of
-its own, and a child starts where its parent stopped:
+The last token of an inner segment predicts the first token of every child, so
+each child runs it. The run of a segment therefore starts at its parent's last
+token and stops before its own last one:
 
   tokens that are run = distinct tokens that predict + one per extra child.
 
-On several devices a segment stops at a multiple of their number, so that the
-state is dealt out evenly, and its children run the few tokens that are left;
-of their outputs one child's are taken.
+On several devices the state is dealt out evenly, so a segment stops at a
+multiple of their number. Its children run the few tokens that are left, and the
+outputs of those tokens are taken from one of the children.
 """
 
 import enum
@@ -30,17 +31,17 @@ from branch_replay.engine import runs
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
 
-# Tokens; a shorter inner segment is run by each of its children, as a matrix of
-# so few rows costs more than it saves. Not measured.
+# An inner segment of fewer tokens is not pushed but run again by each child:
+# a matrix of so few rows costs more than it saves. Not measured.
 _LEAST = 16
-_ANY_LENGTH = 64  # below, tails of any lengths are run side by side
+_ANY_LENGTH = 64  # leaves of up to so many tokens run together, however unlike
 
 
 class Kind(enum.Enum):
-  """What is done with a run.
+  """What a step does with its run.
 
-  OPEN pushes it onto the state, VISIT runs leaves on top of the state, CLOSE
-  takes the run that was opened last off the state.
+  OPEN pushes it onto the state. VISIT runs leaves on top of the state. CLOSE
+  pops the run that was opened last off the state.
   """
 
   OPEN = "open"
@@ -49,14 +50,14 @@ class Kind(enum.Enum):
 
 
 class Step(NamedTuple):
-  """What is done with one run.
+  """One step of a program.
 
   Attributes:
-    kind: push, visit or pop.
-    run: the run, `runs.Run`; its `read` is None where no output is wanted.
-    places: i32, where the run's outputs belong: of a tree [R, T], places among
-      its tokens, `NOWHERE` for outputs that are not wanted; of a group [R],
-      its branches. None where no output is wanted.
+    kind: what to do with the run.
+    run: the run; its `read` is None if none of its outputs are wanted.
+    places: i32, where the run's outputs belong. In a tree [R, T], indices into
+      its tokens, or `NOWHERE` for an output that is not wanted; in a group [R],
+      its branches. None if no output is wanted.
   """
 
   kind: Kind
@@ -68,9 +69,10 @@ class Program(NamedTuple):
   """The steps of one tree or group.
 
   Attributes:
-    steps: in order.
-    capacity: positions of the state, those of the longest path that is pushed.
-    outputs: of how many tokens (a tree) or branches (a group) outputs are.
+    steps: the steps, in order.
+    capacity: positions the state must have room for: the longest pushed path.
+    outputs: N, the leading axis of the outputs: tokens of a tree, or branches
+      of a group.
   """
 
   steps: list[Step]
@@ -79,7 +81,7 @@ class Program(NamedTuple):
 
   @property
   def started(self) -> list[runs.Run]:
-    """The runs, each once."""
+    """All runs that are pushed or visited, in order."""
     return [step.run for step in self.steps if step.kind != Kind.CLOSE]
 
   @property
@@ -89,28 +91,28 @@ class Program(NamedTuple):
 
   @property
   def depth(self) -> int:
-    """Runs that are open at a time, at most; a power of two."""
+    """Most runs that are open at a time, rounded up to a power of two."""
     turns = {Kind.OPEN: 1, Kind.CLOSE: -1, Kind.VISIT: 0}
     deepest = max(np.cumsum([turns[step.kind] for step in self.steps]))
     return 1 << max(int(deepest) - 1, 0).bit_length()
 
   @property
   def tokens(self) -> int:
-    """Tokens that go through the model, without padding."""
+    """Real tokens that are run forward once."""
     return sum(int(np.sum(run.lengths_R)) for run in self.started)
 
   @property
   def padded_tokens(self) -> int:
-    """Tokens that go through the model."""
+    """Tokens that are run forward once, with padding."""
     return sum(run.tokens_RS.size for run in self.started)
 
 
 def of_group(spec: spec_lib.Spec, group: group_lib.Group) -> Program:
-  """The steps of one group: its prefix, its branches, and back.
+  """Makes the program of one group: push chunks, visit branches, pop chunks.
 
   Args:
     spec: mode and schedule.
-    group: the group, with values.
+    group: the group; its arrays must have values, so not under jit.
   """
   prefix = int(group.prompt_length) - 1
   chunks = spec.chunks(0 if spec.whole else group.prompt.shape[0] - 1)
@@ -138,7 +140,11 @@ def _answered(group) -> int:
 
 
 class _Stretch(NamedTuple):
-  """Positions [first, stop) of the path to a segment; `index` as in `Run`."""
+  """Positions [first, stop) of the path that ends with a segment.
+
+  `index` has, for each position, the place in the tree's tokens of the token it
+  predicts, or `NOWHERE` if that output is not wanted.
+  """
 
   segment: int
   first: int
@@ -156,19 +162,21 @@ def of_tree(
     least: int = _LEAST,
     whole: bool = False,
 ) -> Program:
-  """The steps of a tree.
+  """Makes the program of a tree.
 
   Args:
     tree: the tree.
-    mode: "full" visits each sequence whole, on a state of nothing. In "stop"
-      what a segment holds constant ends with its parent, so none is run again
-      by its children, and one with outputs is opened whole; else in chunks.
+    mode: "full" visits each sequence whole, on an empty state. "stop" pushes
+      every inner segment, however short, so that what a segment holds constant
+      ends with its parent, and pushes those with outputs uncut. Other modes
+      push inner segments in chunks.
     chunk_size: most tokens of an inner segment that are run at a time.
     at_once: most leaves that are run side by side; None for all of a parent.
-    devices: that share the tokens.
-    least: tokens; shorter inner segments are run by each of their children.
-    whole: run what no wanted output depends on, too: every sequence to its
-      last token but one.
+    devices: how many devices share the tokens.
+    least: inner segments of fewer tokens are not pushed; each of their children
+      runs them again. Ignored in "stop".
+    whole: whether to also run tokens that no wanted output depends on: every
+      sequence up to its last token but one.
 
   Returns:
     The program.
@@ -219,7 +227,7 @@ def _padded(length: int, devices: int) -> int:
 
 
 def _sequences_through(tree) -> np.ndarray:
-  """How many sequences a segment is part of, of every segment."""
+  """For each segment, how many sequences contain it."""
   count = np.zeros(len(tree.parents), np.int32)
   count[tree.leaves] = 1
   for segment in reversed(range(1, len(count))):
@@ -228,12 +236,12 @@ def _sequences_through(tree) -> np.ndarray:
 
 
 def _stretches(tree, devices, least, whole):
-  """What each segment runs.
+  """Settles which positions each segment runs.
 
   Returns:
-    The inner segments that are pushed, by their number; the leaves; and for
-    every segment the last one of its path that is pushed, with `NO_PARENT`'s
-    at the end, where index −1 finds it.
+    The stretches of inner segments that are pushed, by segment; the stretches
+    of leaves; and for each segment its anchor, the last segment on its path
+    that is pushed. The anchor of `NO_PARENT` comes last, where index −1 is.
   """
   count = len(tree.parents)
   ends = tree.positions + tree.lengths
@@ -272,9 +280,9 @@ def _stretches(tree, devices, least, whole):
 
 
 def _whole_sequences(tree, whole) -> list[_Stretch]:
-  """Every sequence from its first token on, for outputs not taken before.
+  """A stretch for each whole sequence; a shared output is taken from one.
 
-  Those that have none are left out unless `whole`.
+  Sequences from which no output is taken are left out unless `whole`.
   """
   taken = np.zeros(tree.tokens.size, bool)
   found = []
@@ -287,7 +295,10 @@ def _whole_sequences(tree, whole) -> list[_Stretch]:
 
 
 def _wanted(tree, segment, first, stop, taken):
-  """The places of the targets after [first, stop), each taken once."""
+  """Places of the tokens that [first, stop) predict; `NOWHERE` if not wanted.
+
+  Tokens in `taken` are not wanted again; those found here are added to it.
+  """
   places = tree.places(segment, first + 1, stop + 1)
   wanted = tree.trained[places] & ~taken[places]
   taken[places[wanted]] = True
@@ -295,7 +306,7 @@ def _wanted(tree, segment, first, stop, taken):
 
 
 def _shortened(stretch: _Stretch) -> _Stretch:
-  """A leaf up to the last output that is wanted."""
+  """Cuts a leaf's stretch after the last output that is wanted."""
   length = int(np.flatnonzero(stretch.index >= 0)[-1]) + 1
   return stretch._replace(
       stop=stretch.first + length, index=stretch.index[:length]
@@ -303,7 +314,7 @@ def _shortened(stretch: _Stretch) -> _Stretch:
 
 
 def _chunks(stretch: _Stretch, at_most: int, devices: int):
-  """A stretch in chunks, the last of which may be ragged."""
+  """Yields a stretch cut into chunks, the last of which may be shorter."""
   size = state_lib.chunks(
       stretch.stop - stretch.first, at_most, devices
   ).size
@@ -316,7 +327,7 @@ def _chunks(stretch: _Stretch, at_most: int, devices: int):
 
 
 def _together(leaves, at_once):
-  """Leaves of one parent as visits of similar lengths, longest first."""
+  """Sorts one parent's leaves into visits of similar lengths, longest first."""
   visits, longest = [], 0
   for leaf in sorted(leaves, key=lambda leaf: leaf.first - leaf.stop):
     length = group_lib.bucket(leaf.stop - leaf.first)
@@ -329,7 +340,7 @@ def _together(leaves, at_once):
 
 
 def _rows(count: int, at_once: int | None) -> int:
-  """Rows that `count` share a compilation with: 1, 2, 3, 4, 6, 8, 12, …"""
+  """Rounds a number of rows up to 1, 2, 3, 4, 6, 8, …, to compile less."""
   power = 1 << (count - 1).bit_length()
   rows = power * 3 // 4 if power > 2 and count <= power * 3 // 4 else power
   return rows if at_once is None else min(rows, max(at_once, count))
@@ -338,7 +349,7 @@ def _rows(count: int, at_once: int | None) -> int:
 def _run(
     tree, devices, sequences, stretches: list[_Stretch], rows: int
 ) -> tuple[runs.Run, np.ndarray | None]:
-  """Stretches of the same first position as the rows of a run; its places."""
+  """Makes a run of stretches that start at one position, and its places."""
   lengths = [stretch.stop - stretch.first for stretch in stretches]
   width = _padded(max(lengths), devices)
   tokens, targets = np.zeros((2, rows, width), np.int32)

@@ -1,12 +1,16 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Readouts: what is read from the tails' hidden states, chunk by chunk.
+"""Readouts: functions from hidden states to log-probs, values or other outputs.
 
-A readout is a hashable function (model, params, hidden_NM, targets_N, layout)
--> a pytree of arrays with leading axis N. `params` are those outside the
-layers, so a readout may own some (a value head) by a name of its own in the
-tree. On several devices they are whole, but for the vocabulary tables, of which
-each device has some columns: `ops.log_probs` completes them chunk by chunk.
+A readout is a hashable function
+
+  (model, params, hidden_NM, targets_N, layout) -> pytree of arrays [N, ...]
+
+where hidden_NM are hidden states after the final norm and targets_N the ids
+that they predict. `params` are the parameters outside the layers; a readout may
+own some of them (a value head, say) under a name of its own. On several devices
+they are whole, except that each device has only some columns of the vocabulary
+tables; `ops.log_probs` gathers those chunk by chunk.
 """
 
 import dataclasses
@@ -25,11 +29,11 @@ from branch_replay.ops.attention import tiling
 
 @dataclasses.dataclass(frozen=True)
 class LogProbs:
-  """log p(target) under softmax(logits / temperature).
+  """Readout of log p(target) under softmax(logits / τ).
 
   Attributes:
-    temperature: τ > 0; the sampler's, or the ratio of a policy to itself is
-      not 1.
+    temperature: τ > 0. It must be that of the sampler, or the ratio of a policy
+      to itself is not 1.
   """
 
   temperature: float = 1.0
@@ -40,7 +44,7 @@ class LogProbs:
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
-    """log p in nats, [N], at least float32."""
+    """Returns log p in nats, [N], at least float32."""
     path = model.config.head_path
     return log_probs_lib.chunked(
         hidden_NM,
@@ -54,12 +58,12 @@ class LogProbs:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-  """Hidden states after the final norm: what a learned drafter reads."""
+  """Readout of the hidden states, which learned drafters train on."""
 
   def __call__(
       self, model: decoder.Decoder, params, hidden_NM, targets_N, layout
   ):
-    """The states, [N, M] in the compute dtype."""
+    """Returns the states, [N, M] in the compute dtype."""
     del model, params, targets_N, layout
     return hidden_NM
 
@@ -68,19 +72,19 @@ def chunked(
     readout, model: decoder.Decoder, params, y_GTM, targets_GT, *,
     tokens: int, layout: layout_lib.Layout = layout_lib.Layout(),
 ):
-  """Final norm and readout of [G, T] positions, `tokens` at a time.
+  """Applies final norm and readout to [G, T] positions, a chunk at a time.
 
-  Differentiable; nothing of a chunk is kept for the backward pass but its
-  inputs and log-sum-exps.
+  It is differentiable. For the backward pass a chunk keeps only its inputs and
+  log-sum-exps.
 
   Args:
-    readout: see the module.
+    readout: a readout, see the module.
     model: the decoder.
     params: parameters outside the layers.
     y_GTM: output of the last layer.
-    targets_GT: i32 ids.
-    tokens: most positions at a time.
-    layout: where the parameters live.
+    targets_GT: i32, the ids that the positions predict.
+    tokens: most positions of a chunk.
+    layout: on which devices parameters and tokens are.
 
   Returns:
     The readout's pytree, each leaf [G, T, ...].

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The unit of work: a run of tokens, and the runs that a group is made of."""
+"""Run, the unit of work: rows of tokens at the same positions."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from branch_replay.engine.spec import Spec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """What is read of a run: T consecutive tokens of each row.
+  """The part of a run that the readout reads: T consecutive tokens a row.
 
   Attributes:
     targets_RT: i32, the ids that these tokens predict.
-    lengths_R: i32, how many of the T are real; the outputs of the others are 0
-      and send nothing back.
-    window: i32 scalar, the place in the row of the first of the T: 0, or in a
-      whole sequence that of the prompt's last token.
+    lengths_R: i32, how many of the T are real; outputs of the others are 0 and
+      get no gradient.
+    window: i32 scalar, the index in the row of the first of the T tokens: 0, or
+      in a whole sequence that of the prompt's last token.
   """
 
   targets_RT: jax.Array
@@ -39,9 +39,10 @@ class Run:
     first: i32 scalar, the position of the first token of every row.
     tokens_RS: i32 ids, padded; the number of devices divides S.
     lengths_R: i32, how many tokens of each row are real.
-    sequences_R: i32, in how many whole sequences each row stands.
-    read: what is read of the rows; None for nothing.
-    block: B, if tokens are in blocks that see themselves whole, see `Group`.
+    sequences_R: i32, how many sequences contain each row, for counting experts.
+    read: which tokens the readout reads; None for none.
+    block: tokens per block, if the tokens of a block all see each other (see
+      `Group`); None for causal rows.
   """
 
   first: jax.Array
@@ -55,13 +56,13 @@ class Run:
 
   @property
   def rows(self):
-    """The arrays with an axis of rows, for `of_rows`."""
+    """All arrays with a leading axis of rows; `of_rows` takes such a tuple."""
     read = self.read
     of_read = None if read is None else (read.targets_RT, read.lengths_R)
     return self.tokens_RS, self.lengths_R, self.sequences_R, of_read
 
   def of_rows(self, rows) -> "Run":
-    """The run with other rows, as `rows` gives them."""
+    """A run at the same positions with other rows, in the form of `rows`."""
     tokens, lengths, sequences, of_read = rows
     read = self.read
     if read is not None:
@@ -73,14 +74,14 @@ class Run:
 
 
 def chunk(tokens, length, index, size: int, sequences=1) -> Run:
-  """A chunk of a prefix.
+  """Makes the run of one chunk of a prefix.
 
   Args:
     tokens: i32[P] ids of the prefix, padded to whole chunks.
-    length: i32 scalar, how many of them are real.
+    length: i32 scalar, how many of the P ids are real.
     index: i32 scalar, which chunk.
     size: positions of a chunk.
-    sequences: i32 scalar, how many branches the prefix has.
+    sequences: i32 scalar, how many sequences begin with the prefix.
   """
   start = index * size
   return Run(
@@ -92,12 +93,12 @@ def chunk(tokens, length, index, size: int, sequences=1) -> Run:
 
 
 def chunks_used(length, chunks: state_lib.Chunks):
-  """Chunks that hold the first `length` positions."""
+  """How many chunks the first `length` positions fill, rounded up."""
   return (length + chunks.size - 1) // chunks.size
 
 
 def branches(spec: Spec, group: group_lib.Group) -> Run:
-  """All branches of a group as one run; in "full" whole sequences."""
+  """Makes one run of all branches of a group; in "full" of whole sequences."""
   prefix = group.prompt_length - 1
   window, first, tokens_GS = 0, prefix, group.inputs()
   if spec.whole:
@@ -111,7 +112,7 @@ def branches(spec: Spec, group: group_lib.Group) -> Run:
 
 
 def deal(x_RT, devices: int):
-  """Pads axis 1 so that its tokens are dealt evenly to the devices."""
+  """Pads axis 1 with zeros to a multiple of the number of devices."""
   widths = [(0, 0)] * x_RT.ndim
   widths[1] = 0, -x_RT.shape[1] % devices
   return jnp.pad(x_RT, widths)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a group is scheduled: chunk sizes, branches at a time, what is kept."""
+"""The schedule: chunk sizes, branches at a time, which activations are kept."""
 
 import dataclasses
 from typing import Literal
@@ -20,7 +20,7 @@ Activations = Literal["keep", "recompute", "recompute_layers"]
 
 
 def check_mode(prefix_gradient: str):
-  """Raises ValueError for a mode that does not exist."""
+  """Raises ValueError for a `prefix_gradient` that does not exist."""
   if prefix_gradient not in get_args(PrefixGradient):
     raise ValueError(
         f"Unknown prefix_gradient {prefix_gradient!r}: use one of "
@@ -29,7 +29,7 @@ def check_mode(prefix_gradient: str):
 
 
 def check(schedule):
-  """Raises TypeError for what is no `Schedule`."""
+  """Raises TypeError for anything but a `Schedule`."""
   checks.instance(schedule, "schedule", Schedule)
 
 
@@ -39,23 +39,26 @@ class Schedule:
 
   Attributes:
     chunk_size: most positions of the prefix that are run at a time.
-    branches_at_once: tails that are run together as one tall matrix; None for
-      all of a group. 1 makes memory independent of the group's size, unless
-      activations of all tails are kept for the backward pass of `replay`.
-    activations: "keep" those of the whole prefix between its capture and the
-      prefix pass; "recompute" those of a chunk (or of a branch group) when
-      it is popped; "recompute_layers" those of one layer at a time; None to
-      take the first of these that fits `memory_budget`.
-    memory_budget: bytes of activations a device may hold, when `activations`
-      is None.
-    accumulator_dtype: of the accumulated cotangent of the prefix; None is at
-      least float32. "bfloat16" halves its memory and rounds every time a chunk
-      or a visit adds to it, so its error grows with the number of chunks.
-    readout_tokens: tail tokens whose readout is computed at a time.
-    layout: where tokens and parameters live.
-    attention: what attention without a window runs with, see `ops.kernels`:
-      "auto" takes the platform's kernel where it fits, and "loops" anywhere.
-      Results of two implementations differ by rounding.
+    branches_at_once: tails that are run side by side; None for all of a group.
+      1 makes memory independent of the group's size, unless activations of all
+      tails are kept for the backward pass of `replay`.
+    activations: which activations are held from forward to backward pass.
+      "keep" holds those of the whole prefix; "recompute" runs a chunk again
+      when it is popped; "recompute_layers" runs each layer again when the
+      backward pass reaches it; None takes the first of these that fits
+      `memory_budget`.
+    memory_budget: bytes of activations that a device may hold; read if
+      `activations` is None.
+    accumulator_dtype: dtype of the accumulated cotangent of the prefix state;
+      None is the compute dtype, or float32 if that is narrower. "bfloat16"
+      halves its memory but rounds every time a chunk or a visit adds to it, so
+      its error grows with the number of chunks.
+    readout_tokens: most tail tokens whose readout is computed at a time.
+    layout: on which devices tokens and parameters are.
+    attention: implementation of attention without a window, see
+      `ops.attention.kernels`: "auto" takes the platform's kernel where it fits
+      and plain XLA loops elsewhere; "loops" runs anywhere. Results of two
+      implementations differ by rounding.
   """
 
   chunk_size: int = 1024
@@ -91,18 +94,19 @@ class Schedule:
       self, config: config_lib.ModelConfig, prefix: int, row_tokens: int,
       held_tokens: int,
   ) -> Activations:
-    """The policy for a prefix of so many positions.
+    """Chooses the activation policy.
 
     Args:
-      config: geometry.
-      prefix: positions of the prefix that would be kept; 0 if none would.
-      row_tokens: tokens of the largest segment with autodiff, all its rows.
-      held_tokens: tokens of the segments whose activations would be held at
-        the same time: one segment in a one-pass gradient, all of them between
-        the forward and the backward pass of `replay`.
+      config: geometry of the model.
+      prefix: positions of the prefix whose activations "keep" would hold.
+      row_tokens: tokens, over all rows, of the largest run; chunks of a group's
+        prefix need not be counted.
+      held_tokens: tokens of branches whose activations "keep" would hold at the
+        same time: those of one run in a one-pass gradient, of all branches
+        between the forward and the backward pass of `replay`.
 
     Returns:
-      `activations`, or the first policy that fits the budget.
+      `activations` if it is set, else the first policy that fits the budget.
     """
     if self.activations is not None:
       return self.activations
@@ -116,7 +120,7 @@ class Schedule:
 
 
 def layers_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of the stage inputs of one token in all layers (`segment.Kept`)."""
+  """Bytes that one token's stage inputs (`segment.Kept`) take in all layers."""
   return sum(
       part.count * stage_bytes(config, kind, part.experts)
       for part in pattern.parts(config) for kind in part.kinds
@@ -124,7 +128,7 @@ def layers_bytes(config: config_lib.ModelConfig) -> int:
 
 
 def input_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes of the inputs of whole layers of one token, with its choices."""
+  """Bytes that one token's layer inputs and expert choices take in all."""
   itemsize = jnp.dtype(config.compute_dtype).itemsize
   return sum(
       part.count * len(part.kinds)
@@ -136,11 +140,11 @@ def input_bytes(config: config_lib.ModelConfig) -> int:
 def stage_bytes(
     config: config_lib.ModelConfig, kind: config_lib.Kind, experts: bool = False
 ) -> int:
-  """Bytes of the stage inputs of one token in one layer.
+  """Bytes that one token's stage inputs take in one layer.
 
   Args:
-    config: geometry.
-    kind: of the layer.
+    config: geometry of the model.
+    kind: the kind of the layer.
     experts: whether its feed-forward is a mixture of experts.
   """
   itemsize = jnp.dtype(config.compute_dtype).itemsize

@@ -1,8 +1,8 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One concept: a segment of tokens run on top of a prefix state.
+"""Runs a segment of tokens on top of a prefix state, and pulls it back.
 
-`forward` runs a segment through all layers, `backward` is its hand-written
+`forward` runs a segment through all layers; `backward` is its hand-written
 pullback. Layers are an explicit scan over stacked parameters: the backward
 scan reads [layer, tile] slices of the state and adds to [layer, tile] slices
 of the accumulator in place. `jax.vjp` through the scan would instead make a
@@ -29,10 +29,13 @@ from branch_replay.ops import experts as experts_lib
 
 
 class Kept(NamedTuple):
-  """Inputs of a layer's stages: all that its backward pass reads.
+  """Activations of one layer that its backward pass reads.
 
-  With the stage inputs at hand no matrix product is computed twice. Without
-  them (`stages` None) the layer is run again, with the same choices of experts.
+  Attributes:
+    x_GTM: the layer's input.
+    choices_Nk: the experts that each token chose; None without experts.
+    stages: the inputs of the layer's later stages, with which no matrix product
+      is computed twice. None to run the layer again with the same experts.
   """
 
   x_GTM: jax.Array
@@ -49,12 +52,13 @@ class _Stages(NamedTuple):
 
 
 class Present(NamedTuple):
-  """What a segment leaves behind, by stack.
+  """What a segment leaves behind for later tokens, by stack.
 
   Attributes:
-    mixer: as its mixer gives it, of attention the segment's own keys and
-      values, [L, K, G, T, D].
-    choices: of experts, i32[L, 1, G, T, k]; nothing in stacks without.
+    mixer: what the mixer's `forward` returned; for attention the segment's keys
+      and values, each [L, K, G, T, D].
+    choices: the experts each token chose, i32[L, 1, G, T, k]; empty in stacks
+      without experts.
   """
 
   mixer: Any
@@ -62,11 +66,13 @@ class Present(NamedTuple):
 
 
 class Balance(NamedTuple):
-  """What a load-balance term sends to router probabilities, see `balance`.
+  """The load-balance term's cotangent of router probabilities, see `balance`.
+
+  The cotangent of a token's E probabilities is its weight times the seeds.
 
   Attributes:
     seeds: [L, E] by stack.
-    weights_GT: how much of it each of this device's tokens is sent.
+    weights_GT: the weight of each of this device's tokens.
   """
 
   seeds: Any
@@ -74,18 +80,20 @@ class Balance(NamedTuple):
 
 
 class Context(NamedTuple):
-  """What a segment continues from, and where it stands.
+  """The state a segment runs on top of, and where its tokens stand.
 
   Attributes:
-    prefix: what is seen of the mixer state, as `state.seen` gives it.
-    prefix_length: i32[], how many of its positions on this device the segment
-      may see.
+    prefix: the part of the mixer state that it reads, see `state.seen`.
+    prefix_length: i32[], how many of the prefix's positions on this device the
+      segment may see.
     positions_GT: i32, absolute positions of this device's tokens.
-    lengths_G: i32, real tokens of each row on all devices, or None for all.
-    choices: of experts that were made before, [L, 1, T, k] by stack, where one
-      row is run again; None to choose.
-    balance: `Balance`, for the backward pass; None without such a term.
-    blocks: `ops.tiling.Blocks` of tokens that see later ones, or None.
+    lengths_G: i32, real tokens of each row, counted over all devices; None if
+      all are real.
+    choices: the experts to use when one row is run again, [L, 1, T, k] by
+      stack; None lets the router choose.
+    balance: cotangents of a load-balance term for the backward pass; None
+      without such a term.
+    blocks: `tiling.Blocks`, if tokens see later ones of their block; or None.
   """
 
   prefix: Any
@@ -98,11 +106,12 @@ class Context(NamedTuple):
 
 
 class Popped(NamedTuple):
-  """A chunk of the prefix whose accumulated cotangent is pulled back.
+  """Says that a segment is a chunk of the prefix that is being popped.
 
   Attributes:
-    chunk: where it stands.
-    scale: factor on the cotangent of what it left behind.
+    chunk: where it stands in the state.
+    scale: factor on the accumulated cotangent of what it left behind; 1/q in
+      "sampled", for a chunk that is drawn with probability q.
   """
 
   chunk: sizes.Chunk
@@ -110,7 +119,7 @@ class Popped(NamedTuple):
 
 
 def _stage(module, params, name, choices_Nk=None):
-  """stage(params, *inputs) and its parameters, with choices of experts."""
+  """Makes a module's pure function (params, *inputs), and finds its params."""
   chosen = () if choices_Nk is None else (choices_Nk,)
   return (
       lambda p, x, *rest: module.apply({"params": p}, x, *chosen, *rest),
@@ -119,20 +128,21 @@ def _stage(module, params, name, choices_Nk=None):
 
 
 def layer_forward(config, kind, params, x_GTM, mix, choices_Nk=None):
-  """One layer around a caller's mixer.
+  """Runs one layer: project, `mix`, join, feed-forward.
 
   Args:
-    config: geometry.
-    kind: of the layer.
-    params: of the layer.
-    x_GTM: its input.
-    mix: (parameters of the mixer, its projections) -> (out, anything).
-    choices_Nk: the experts of every token, where they were chosen before.
+    config: geometry of the model.
+    kind: the kind of the layer.
+    params: the layer's parameters.
+    x_GTM: the layer's input.
+    mix: (mixer parameters, projections) -> (mixer output, anything).
+    choices_Nk: the experts to use for each token; None lets the router choose.
 
   Returns:
-    y_GTM, the "anything", and what the stages after the first read: the
-    projections, the mixer's output, h_GTM, choices of experts or None, and
-    what the feed-forward expanded h_GTM to, as gate and up.
+    y_GTM, the "anything", and the inputs of the stages after the first: the
+    projections, the mixer's output, h_GTM (the residual stream before the
+    feed-forward), the experts chosen or None, and the hidden activations of
+    the feed-forward (gate and up).
   """
   def run(module, name, *inputs, choices_Nk=None):
     stage, stage_params = _stage(module, params, name, choices_Nk)
@@ -154,7 +164,7 @@ def layer_forward(config, kind, params, x_GTM, mix, choices_Nk=None):
 def _replay_layer(
     config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix
 ):
-  """(y_GTM, present, choices, stages) of one layer on top of a prefix."""
+  """Runs one layer on a prefix: (y_GTM, present, choices_Nk, stages)."""
   def mix(params, mixed):
     at = mixer_lib.OnPrefix(layout, layer, context, prefix)
     out, present, of_mixer = kinds.of(config, kind).forward(at, params, mixed)
@@ -172,7 +182,7 @@ def _layer_backward(
     config, kind, layout, params, kept: Kept, dy_GTM, layer, context, prefix,
     accumulator, popped, seed_E,
 ):
-  """(dx_GTM, layer gradients, accumulator) of one layer; see `backward`."""
+  """Pulls back one layer: (dx_GTM, its gradients, accumulator)."""
   x_GTM, choices_Nk, stages = kept
   if stages is None:
     *_, stages = _replay_layer(
@@ -232,19 +242,19 @@ def forward(
   """Runs a segment through all layers.
 
   Args:
-    config: geometry.
-    layer_params: the tree under "layers".
-    x_GTM: embedded tokens.
-    context: the state it continues from.
-    layout: where parameters live.
-    keep: "stages" to keep the inputs of all stages for `backward`, "inputs"
-      to keep those of whole layers (it then runs each layer again), None for
+    config: geometry of the model.
+    layer_params: the parameters under "layers".
+    x_GTM: this device's embedded tokens.
+    context: the state the segment runs on, and where it stands.
+    layout: on which devices parameters and tokens are.
+    keep: what to store for `backward`: "stages" the inputs of every stage;
+      "inputs" those of whole layers, which `backward` then runs again; None
       nothing.
     present: whether to return what the segment leaves behind.
 
   Returns:
-    y_GTM before the final norm, the `Present` or None, and what is kept for
-    `backward`, or None.
+    y_GTM before the final norm; the `Present`, or None; and the `Kept` of each
+    stack, or None.
   """
   def layer(x_GTM, part, place, index, params, chosen, prefix):
     params = layout.gather(part.path(place), params)
@@ -311,18 +321,18 @@ def backward(
   """Pulls a cotangent back through all layers.
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     layer_params: as in `forward`.
-    layer_grads: like `layer_params`, or the part of them that is trained, at
-      least float32; added to in place.
+    layer_grads: gradients so far, like the part of `layer_params` that is
+      trained, at least float32; added to in place.
     kept: what `forward` kept.
-    dy_GTM: cotangent of its result.
+    dy_GTM: cotangent of y_GTM.
     context: as in `forward`.
-    layout: where parameters live.
-    accumulator: like the context's prefix, which has its cotangent added to
-      it in place; None to stop at the prefix.
-    popped: says that this is a chunk of the prefix: the accumulated cotangent
-      of what it left behind is pulled back too.
+    layout: as in `forward`.
+    accumulator: cotangent so far of the context's prefix; added to in place.
+      None treats the prefix as constant.
+    popped: for a chunk of the prefix that is popped: what has accumulated for
+      the chunk's own positions is pulled back too. None for other segments.
 
   Returns:
     dx_GTM, the updated layer_grads, and the updated accumulator.
@@ -387,22 +397,22 @@ def decode(
     config: config_lib.ModelConfig, layer_params, x_GTM, state, caches,
     slots_GT, layers=None,
 ):
-  """Runs new tokens of every branch through all layers.
+  """Runs new tokens of every branch through all layers, for sampling.
 
   Args:
-    config: geometry.
-    layer_params: the tree under "layers".
-    x_GTM: the embedded tokens.
+    config: geometry of the model.
+    layer_params: the parameters under "layers".
+    x_GTM: the embedded new tokens, T for each branch.
     state: `PrefixState` of the prefix.
-    caches: of the branches' tokens so far, `state.caches`.
-    slots_GT: i32, how many tokens of its branch came before each; those past
-      the room of the caches are not written.
-    layers: the `parts` of `rollout.unstacked`, which run one after the other;
-      None scans the stacks.
+    caches: what the branches' tokens so far left behind, from `state.caches`.
+    slots_GT: i32, the place of each new token in its branch; tokens past the
+      room of the caches are not written.
+    layers: layers as `rollout.unstacked` has them, run one by one; None scans
+      the stacks in `layer_params`.
 
   Returns:
-    y_GTM before the final norm, the caches with the new tokens, and the block
-    that `settle` needs to take in some of them.
+    y_GTM before the final norm; the caches with the new tokens; and what
+    `settle` needs if a branch takes only some of these tokens.
   """
   new_caches, blocks, parts = [], [], pattern.parts(config)
   for part, stacks, of_part, prefixes, turns in zip(
@@ -450,15 +460,18 @@ def decode(
 def settle(
     config: config_lib.ModelConfig, layer_params, caches, left, taken_G
 ):
-  """The caches after those tokens of a block that each branch took.
+  """Settles the caches on the tokens that each branch accepts.
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     layer_params: as in `decode`.
-    caches: that `decode` returned.
-    left: the block that `decode` returned.
-    taken_G: i32, how many of the block's tokens, the first ones, are now of
-      the branch.
+    caches: the caches that `decode` returned.
+    left: the last result of `decode`.
+    taken_G: i32, how many of the T tokens, counted from the first, each branch
+      accepts.
+
+  Returns:
+    The caches.
   """
   def of_stack(kind, params, caches, left):
     mixer = kinds.of(config, kind)
@@ -469,7 +482,7 @@ def settle(
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
-  """Embedded tokens, [G, T, M] in the compute dtype."""
+  """Embeds tokens: [G, T, M] in the compute dtype."""
   table_VM = params["embed"]["table"]
   x_GTM = layout.look_up(table_VM, tokens_GT, config.compute_dtype)
   return x_GTM * config.embedding_scale
@@ -478,7 +491,7 @@ def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
 def embed_backward(
     config: config_lib.ModelConfig, grads, tokens_GT, dx_GTM, layout: Layout
 ):
-  """Adds the cotangent of embedded tokens to their rows, if it is wanted."""
+  """Adds the cotangent of embedded tokens to the table, if it is trained."""
   if "embed" not in grads:
     return grads
   dx_GTM = dx_GTM * config.embedding_scale
@@ -487,7 +500,10 @@ def embed_backward(
 
 
 def widened(params, trained):
-  """Trained parameters in at least float32, so that their cotangents are."""
+  """Casts the parameters in `trained` to at least float32.
+
+  Their cotangents are then at least float32 too.
+  """
   if not isinstance(params, dict):
     return params.astype(config_lib.at_least_float32(params.dtype))
   return params | {
@@ -496,5 +512,5 @@ def widened(params, trained):
 
 
 def outer(params):
-  """Parameters outside the layers: embedding, final norm, head, extras."""
+  """Parameters outside the layers: embedding, final norm, head, and others."""
   return {name: tree for name, tree in params.items() if name != "layers"}

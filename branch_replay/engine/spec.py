@@ -1,9 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a gradient is asked for, and what is returned beside it.
+"""What a computation is asked for, and what it returns beside the gradient.
 
-`Spec` is the static half of a computation: one compiles for a spec and for
-shapes. `Evaluation` is what `value_and_grad` returns beside the gradient.
+`Spec` holds the static settings: a program is compiled for one spec and one set
+of shapes. `Evaluation` is what `value_and_grad` returns beside the gradient.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from branch_replay.models import params as params_lib
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """The static half of a computation: what a compilation depends on.
+  """The static settings of a computation; another spec compiles again.
 
   Attributes:
     model: the decoder.
-    readout: what is read of the hidden states, see `branch_replay.readout`.
+    readout: function from hidden states to outputs, see `engine.readout`.
     prefix_gradient: "exact", "sampled", "stop" or "full".
     schedule: sizes and policies, which do not change the result.
-    sampling: which chunks are pulled back in "sampled".
-    trainable: "all" or "adapters".
+    sampling: which chunks prefix_gradient="sampled" pulls back.
+    trainable: which parameters get a gradient, "all" or "adapters".
     balance: coefficient of the load-balance term of a mixture of experts.
   """
 
@@ -73,12 +73,12 @@ class Spec:
 
   @property
   def whole(self) -> bool:
-    """Whether every sequence is run whole, on a state of no positions."""
+    """Whether every sequence is run whole, on an empty prefix state."""
     return self.prefix_gradient == "full"
 
   @property
   def accumulates(self) -> bool:
-    """Whether the cotangent of the prefix state is added up."""
+    """Whether cotangents of the prefix state are accumulated."""
     return self.prefix_gradient in ("exact", "sampled")
 
   @property
@@ -89,39 +89,39 @@ class Spec:
     )
 
   def trained(self, params):
-    """The part of the parameters whose gradient is wanted."""
+    """The subtree of the parameters that gets a gradient."""
     return adapters.select(params, self.trainable)
 
   def outer(self, params):
-    """Parameters outside the layers: whole, but for the vocabulary tables."""
+    """Parameters outside the layers, gathered except vocabulary tables."""
     return self.layout.gather("", segment.outer(params))
 
   @property
   def state(self) -> state_lib.PrefixState:
-    """How the devices share a prefix state, for `Layout.over`."""
+    """A state whose fields say how devices share them, for `Layout.over`."""
     return state_lib.kinds_of(self.layout.devices)
 
   def chunks(self, positions: int) -> state_lib.Chunks:
-    """How a prefix of so many positions is cut."""
+    """Cuts a prefix of so many positions into equal chunks."""
     return state_lib.chunks(
         positions, self.schedule.chunk_size, self.layout.devices
     )
 
   def at_once(self, branches: int) -> int:
-    """How many of so many branches are run side by side."""
+    """How many of a group's branches are run side by side."""
     if self.whole:
       return 1
     return min(self.schedule.branches_at_once or branches, branches)
 
   def settled(self, prefix: int, row_tokens: int, held_tokens: int) -> "Spec":
-    """The spec with its activation policy chosen, see `Schedule.policy`."""
+    """The spec with its activation policy chosen by `Schedule.policy`."""
     policy = self.schedule.policy(
         self.config, prefix, row_tokens, held_tokens
     )
     return self.with_policy(policy)
 
   def with_policy(self, policy: str) -> "Spec":
-    """The spec with another activation policy."""
+    """The spec with this activation policy."""
     schedule = dataclasses.replace(self.schedule, activations=policy)
     return dataclasses.replace(self, schedule=schedule)
 
@@ -131,9 +131,9 @@ class Evaluation(NamedTuple):
 
   Attributes:
     loss: the sum over branches or tokens, and over stacked groups.
-    outputs: the readout's pytree: of a group [G, T, ...], of stacked groups
-      [groups, G, T, ...], of a tree [N, ...].
-    prefix_pass: in `sampled` an `estimators.PrefixPass`: which chunks ran and
+    outputs: the readout's pytree: [G, T, ...] for a group, [groups, G, T, ...]
+      for stacked groups, [N, ...] for a tree.
+    prefix_pass: in "sampled" an `estimators.PrefixPass`, which chunks ran and
       with what probability; None in the other modes and without a prefix.
   """
 
@@ -143,12 +143,13 @@ class Evaluation(NamedTuple):
 
 
 class Balanced(NamedTuple):
-  """`Evaluation` of a gradient that has a load-balance term; the loss has not.
+  """An `Evaluation` where the gradient includes a load-balance term.
 
   Attributes:
-    loss, outputs, prefix_pass: as there.
-    load: the share of the choices that fell on every expert, [L, E] of the
-      layers that have them; of stacked groups with an axis of groups before.
+    loss: as in `Evaluation`; the load-balance term is not part of it.
+    outputs, prefix_pass: as in `Evaluation`.
+    load: the share of the choices that fell on each expert, [L, E] over the
+      layers with experts; [groups, L, E] for stacked groups.
   """
 
   loss: jax.Array
@@ -158,22 +159,22 @@ class Balanced(NamedTuple):
 
 
 def evaluation(loss, outputs, prefix_pass, load) -> Evaluation | Balanced:
-  """`Balanced` where there is a load, else `Evaluation`."""
+  """Makes a `Balanced`, or an `Evaluation` if there is no load."""
   if load is None:
     return Evaluation(loss, outputs, prefix_pass)
   return Balanced(loss, outputs, prefix_pass, load)
 
 
 def cotangent_of(loss):
-  """Turns a loss into a function that steps call on what they have read.
+  """Turns a loss into a function that returns the cotangent of its outputs.
 
   Args:
-    loss: (outputs, *args) -> scalar; None if the only one of args is the
-      cotangent of the outputs.
+    loss: (outputs, *args) -> scalar. None if args is that cotangent itself,
+      which is then passed through with a loss of 0.
 
   Returns:
     (outputs, *args) -> (cotangent of the outputs, loss). It raises TypeError
-    or ValueError where the loss does not return one float.
+    or ValueError if the loss returns anything but one float.
   """
   if loss is None:
     return lambda outputs, d_outputs: (d_outputs, jnp.zeros(()))
@@ -199,7 +200,7 @@ def cotangent_of(loss):
 
 
 def zero_grads(params):
-  """Zeros like the parameters, at least float32."""
+  """Zeros in the shapes of the parameters, in at least float32."""
   return jax.tree.map(
       lambda x: jnp.zeros(x.shape, config_lib.at_least_float32(x.dtype)),
       params,

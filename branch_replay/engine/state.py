@@ -1,6 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""PrefixState: what a prefix leaves behind for the tokens that follow it."""
+"""PrefixState: what a prefix leaves behind for the tokens that follow it.
+
+A stack is all layers of one kind in one place of the layer pattern (see
+`models.pattern`); "by stack" means a tree with one entry per stack. Stacks of
+full or latent attention have a place for every position; stacks with a window
+or a recurrence do not, and those are the "rest" in the names below.
+"""
 
 import dataclasses
 from typing import Any
@@ -19,24 +25,25 @@ from branch_replay.models import pattern
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixState:
-  """What every layer needs of a prefix, and where it comes from.
+  """What every layer leaves behind of a prefix, and what it was captured from.
 
   Attributes:
-    mixer: the state of every stack of layers, see `pattern`; of attention a
-      pair (k, v), each [L, K, P, D] in the compute dtype.
-    tokens: i32[P], the ids that were run; the prefix pass runs them again.
-    length: i32[], positions that are real.
+    mixer: the state of each stack; for attention a pair (k, v), each
+      [L, K, P, D] in the compute dtype.
+    tokens: i32[P], the ids that were run; popping runs them again.
+    length: i32[], how many of the P positions are real.
     version: u32[], fingerprint of the parameters it was captured under.
-    kept: activations of the chunks, when the policy is to keep them.
+    kept: activations of the chunks, [chunks, ...]; None unless the activation
+      policy is "keep".
     saved: what popping each chunk needs of the state before it, by stack,
-      [chunks, ...]; nothing in stacks with a place for every position, None in
-      a state that is not for popping.
-    choices: the experts of every position, i32[L, 1, P, k] by stack, with which
-      chunks are run again; nothing in stacks without experts.
+      [chunks, ...]; empty for stacks with a place for every position, None for
+      a state whose chunks cannot be popped.
+    choices: the experts that each position chose, i32[L, 1, P, k] by stack, so
+      that a chunk is run again with the same ones; empty without experts.
     devices: how many devices the positions are dealt to; position p is on
       device p mod devices, and the arrays hold one device after the other.
-    model: what captured it, `fingerprint.of_config`; None inside of a
-      computation, where it has been checked.
+    model: `fingerprint.of_config` of the model that captured it; None inside
+      compiled functions, whose callers have checked it.
   """
 
   mixer: Any
@@ -53,12 +60,12 @@ class PrefixState:
 
   @property
   def capacity(self) -> int:
-    """Positions there is room for."""
+    """P, the positions there is room for on all devices."""
     return self.tokens.shape[-1]
 
 
 class Chunks(NamedTuple):
-  """A prefix cut into `count` chunks of `size` positions."""
+  """How a prefix is cut: `count` chunks of `size` positions each."""
 
   count: int
   size: int
@@ -72,15 +79,15 @@ NO_CHUNKS = Chunks(0, 0)
 
 
 def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
-  """Equal chunks that hold `positions`; the last one may be ragged.
+  """Cuts a prefix into equal chunks; the last one may be partly padding.
 
   Args:
-    positions: of the prefix.
-    at_most: largest chunk.
-    multiple: what the size of a chunk must be a multiple of.
+    positions: positions of the prefix.
+    at_most: most positions of a chunk.
+    multiple: the size of a chunk is a multiple of this.
 
   Raises:
-    ValueError: no multiple is small enough.
+    ValueError: `at_most` is less than `multiple`.
   """
   at_most = at_most // multiple * multiple
   if at_most < 1:
@@ -96,14 +103,14 @@ def empty(
     config: config_lib.ModelConfig, capacity: int, version=0,
     devices: int = 1, *, room: int = 0,
 ) -> PrefixState:
-  """One device's share of a state of no positions and room for `capacity`.
+  """Makes one device's share of an empty state with room for `capacity`.
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     capacity: positions there is room for on all devices.
-    version: see `PrefixState`.
-    devices: that share it.
-    room: the largest capacity it will be given later.
+    version: u32 that marks the parameters, see `PrefixState`.
+    devices: how many devices share the state.
+    room: the largest capacity that `resize` will give it later.
   """
   sizes = sizes_lib.Sizes(
       capacity // devices, max(room, capacity) // devices, devices
@@ -135,13 +142,16 @@ def accumulator(
     config: config_lib.ModelConfig, capacity: int, dtype: str | None = None,
     devices: int = 1,
 ):
-  """Zeros for the cotangent of a state, of attention a pair of [L, K, P, D].
+  """Makes zeros to accumulate the cotangent of a state in.
+
+  They have the tree of `PrefixState.mixer`; for attention a pair of
+  [L, K, P, D].
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     capacity: P, the positions that are on this device.
     dtype: see `Schedule.accumulator_dtype`.
-    devices: that share it.
+    devices: how many devices share the state.
   """
   dtype = dtype or config_lib.at_least_float32(config.compute_dtype)
   sizes = sizes_lib.Sizes(capacity, capacity, devices)
@@ -154,21 +164,21 @@ def accumulator(
 
 
 def seen(config: config_lib.ModelConfig, mixer):
-  """What a segment continues from."""
+  """The part of a mixer state that a segment on top of it reads."""
   return pattern.over(
       config, lambda kind, stack: kinds.of(config, kind).seen(stack), mixer
   )
 
 
 def chosen(state: PrefixState, start, size: int, places: int):
-  """The experts of a chunk's positions, `PrefixState.choices` of them alone.
+  """Slices the experts that a chunk's positions chose from a state's `choices`.
 
   Args:
-    state: the prefix.
-    start: of the chunk, on this device.
-    size: of its positions.
-    places: positions that chunks reach on this device, more than the state has
-      room for where it was captured in other chunks.
+    state: the prefix state.
+    start: first position of the chunk on this device.
+    size: positions of the chunk on this device.
+    places: where the last chunk ends on this device; this may be past the
+      state's capacity if the state was captured in chunks of another size.
   """
   def part(x_L1Pk):
     room = max(0, places - x_L1Pk.shape[2])
@@ -181,13 +191,13 @@ def chosen(state: PrefixState, start, size: int, places: int):
 def push(
     config: config_lib.ModelConfig, state: PrefixState, present, chunk
 ) -> PrefixState:
-  """The state with what a chunk left behind.
+  """Appends what a chunk left behind to the state.
 
   Args:
-    config: geometry.
-    state: before the chunk.
-    present: `segment.Present` of the chunk.
-    chunk: where it stands, `sizes.Chunk`.
+    config: geometry of the model.
+    state: the state before the chunk.
+    present: what the chunk left behind, a `segment.Present`.
+    chunk: where the chunk stands, a `sizes.Chunk`.
   """
   mixer = pattern.over(
       config,
@@ -204,10 +214,10 @@ def push(
 
 
 def save(config: config_lib.ModelConfig, mixer, size: int):
-  """What popping a chunk needs of the state before it, by stack.
+  """Copies what popping a chunk will need of the state before it, by stack.
 
   Args:
-    config: geometry.
+    config: geometry of the model.
     mixer: the mixer state before the chunk.
     size: positions of the chunk on this device.
   """
@@ -218,7 +228,7 @@ def save(config: config_lib.ModelConfig, mixer, size: int):
 
 
 def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
-  """`rest_of` the state before the chunk that was pushed last."""
+  """Rebuilds `rest_of` the state as it was before the chunk pushed last."""
   return pattern.over(
       config,
       lambda kind, stack, saved: ()
@@ -229,9 +239,9 @@ def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
 
 
 def rest_of(config: config_lib.ModelConfig, mixer):
-  """The stacks of a state or its cotangent without a place for every position.
+  """Keeps the stacks without a place for every position; empties the others.
 
-  Those with places are left empty.
+  `mixer` is a mixer state or its cotangent.
   """
   return pattern.over(
       config,
@@ -241,7 +251,7 @@ def rest_of(config: config_lib.ModelConfig, mixer):
 
 
 def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
-  """A state or its cotangent with another `rest_of`."""
+  """Replaces the `rest_of` a mixer state or its cotangent by `rest`."""
   return pattern.over(
       config,
       lambda kind, stack, other: stack
@@ -251,14 +261,14 @@ def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
 
 
 def with_rest(config: config_lib.ModelConfig, state: PrefixState, rest):
-  """The state with another `rest_of` its mixer state."""
+  """Replaces the `rest_of` a state's mixer state by `rest`."""
   return dataclasses.replace(
       state, mixer=with_rest_of(config, state.mixer, rest)
   )
 
 
 def over_places(config: config_lib.ModelConfig, function, mixer):
-  """A function of arrays [L, K, P, D] on all that have places."""
+  """Maps a function over all arrays [L, K, P, D] with a place per position."""
   return pattern.over(
       config,
       lambda kind, stack: jax.tree.map(function, stack)
@@ -270,9 +280,9 @@ def over_places(config: config_lib.ModelConfig, function, mixer):
 def extend(
     config: config_lib.ModelConfig, state: PrefixState, present, chunk
 ) -> PrefixState:
-  """The state with more of a prompt, which must find room; see `push`.
+  """Appends tokens that are never popped, as `push` does for a chunk.
 
-  This need not be a chunk, and is never popped.
+  Any number of tokens may be appended; padding is not written.
   """
   mixer = pattern.over(
       config,
@@ -287,7 +297,7 @@ def extend(
 
 
 def skip(config: config_lib.ModelConfig, accumulator, chunk):
-  """The cotangent where a chunk's turn to be popped passes."""
+  """Updates the accumulator for a chunk that "sampled" does not pull back."""
   return pattern.over(
       config,
       lambda kind, stack: kinds.of(config, kind).skip(stack, chunk),
@@ -296,7 +306,7 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
 
 
 def places(config: config_lib.ModelConfig, accumulator) -> int:
-  """Positions that an accumulator has room for on this device, or 0."""
+  """Positions an accumulator has on this device; 0 if no stack has places."""
   for kind, stack in pattern.leaves(config, accumulator):
     if kinds.of(config, kind).positional:
       return stack[0].shape[2]
@@ -306,7 +316,7 @@ def places(config: config_lib.ModelConfig, accumulator) -> int:
 def complete(
     config: config_lib.ModelConfig, state: PrefixState, popped: Chunks
 ) -> bool:
-  """Whether all that popping these chunks needs is there."""
+  """Whether a state holds all that popping these chunks needs."""
   if kinds.positional(config) or not popped.count:
     return True
   if state.saved is None or state.capacity != popped.capacity:
@@ -317,7 +327,7 @@ def complete(
 
 
 def kinds_of(devices: int) -> PrefixState:
-  """How a state is shared, for `Layout.over`: a kind for each of its fields."""
+  """A state with, for each field, how devices share it; see `Layout.over`."""
   return PrefixState(
       "mixer", "all", "all", "all", None, "stacked", "mixer", devices
   )
@@ -326,9 +336,9 @@ def kinds_of(devices: int) -> PrefixState:
 def caches(
     config: config_lib.ModelConfig, mixer, branches: int, tokens: int
 ):
-  """Room for what `tokens` tokens of every branch leave behind.
+  """Makes empty caches for `tokens` decoded tokens of every branch, by stack.
 
-  Axis 2 of every array is that of the branches.
+  Axis 2 of every array is the branches, e.g. [L, K, G, S, D] for attention.
   """
   return pattern.over(
       config,
@@ -342,9 +352,9 @@ def caches(
 def resize(
     config: config_lib.ModelConfig, state: PrefixState, capacity: int
 ) -> PrefixState:
-  """The state with room for `capacity` positions, which must hold its own.
+  """Changes the capacity of one device's share of a state.
 
-  Of a state on several devices this is one device's share.
+  `capacity` counts positions on all devices and must not be below the length.
   """
   if capacity == state.capacity:
     return state

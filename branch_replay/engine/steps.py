@@ -1,25 +1,25 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: what is done to one run of tokens on top of a prefix state.
+"""The three steps, push, visit and pop, of one run on top of a prefix state.
 
-A group is a tree of depth one, and all work is done in runs: rows of tokens
-that stand side by side at the same positions.
+A run is rows of tokens that stand side by side at the same positions: a chunk
+of a prefix, or some branches.
 
-  push   runs a run without autodiff and appends what it leaves behind to the
-         state;
-  visit  runs a run there and back on top of the state, and adds the cotangent
-         of the state to one accumulator, whatever the number of branches is;
+  push   runs a run forward, without autodiff, and appends what it leaves behind
+         to the state;
+  visit  runs a run forward and backward on top of the state, and adds the
+         cotangent of the state to one accumulator that all branches share;
   pop    takes the run that was pushed last off the state and pulls the
          accumulated cotangent of what it left behind back through it.
 
-With s the state as a function of θ and ℓᵢ the loss of branch i,
+With s the state as a function of the parameters θ, and ℓᵢ the loss of branch i,
 
   dℓ/dθ = Σᵢ ∂ℓᵢ/∂θ + (∂s/∂θ)ᵀ c,   c = Σᵢ ∂ℓᵢ/∂s:
 
-`stop` is the first sum, `exact` adds the second, `sampled` estimates it from
-some runs, `full` visits every sequence whole. The derivation is in
-docs/mathematics.md. In which order steps come is up to two drivers: `compiled`
-(loops under jit, of groups) and `hosted` (a loop in Python, of anything).
+"stop" computes the first sum, "exact" adds the second term, "sampled" estimates
+it from some runs, "full" visits every sequence whole. The derivation is in
+docs/mathematics.md. Two drivers call the steps: `compiled` (loops under jit,
+for groups) and `hosted` (a loop in Python, for groups and trees).
 
 All functions here run on every device, on its share (`layout.over`).
 """
@@ -45,15 +45,18 @@ from branch_replay.ops.attention import tiling
 
 
 class Turn(NamedTuple):
-  """A pop whose own loss is nothing, so that `sampled` may leave it out.
+  """Inputs to the draw that decides whether "sampled" pulls a run back.
+
+  Only runs without loss of their own are drawn; the others always run.
 
   Attributes:
-    starts_N: i32, the first position of every run on the state, ascending;
-      what is not in use of the N lies past all positions.
-    waiting_N: bool, which of them are still to be drawn.
-    index: i32 scalar, which is this one.
-    budget: how many of those that wait shall be pulled back, in expectation.
-    uniform: a number in [0, 1).
+    starts_N: i32, the first position of each run on the state, ascending;
+      unused entries lie past all positions.
+    waiting_N: bool, which of these runs are still to be drawn.
+    index: i32 scalar, which of them is drawn now.
+    budget: how many of the waiting runs to pull back, in expectation.
+    uniform: random number in [0, 1); the run is pulled back if it is below the
+      run's probability.
   """
 
   starts_N: jax.Array
@@ -64,11 +67,11 @@ class Turn(NamedTuple):
 
 
 class Pull(NamedTuple):
-  """How what was read of a run becomes a cotangent.
+  """Turns the outputs of a run into their cotangent.
 
   Attributes:
-    cotangent: (outputs, *args) -> (cotangent of the outputs, anything).
-    args: pytrees of arrays with a leading axis of the run's rows.
+    cotangent: function (outputs, *args) -> (cotangent of outputs, anything).
+    args: its further arguments, pytrees of arrays [R, ...].
   """
 
   cotangent: object
@@ -76,18 +79,18 @@ class Pull(NamedTuple):
 
 
 def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
-  """Appends one run, of one row, to the state.
+  """Runs a run of one row forward and appends what it leaves to the state.
 
   Args:
     spec: model and schedule.
     params: parameters.
-    state: `PrefixState` of what the run continues from.
+    state: the `PrefixState` that the run continues from.
     run: the run.
-    keep: what to keep for `pop`, see `segment.forward`.
+    keep: which activations to keep for `pop`, see `segment.forward`.
 
   Returns:
-    The state; what `pop` needs of the one before; and (output of the last
-    layer, what was kept of the layers).
+    The new state; what `pop` needs of the old one; and (output of the last
+    layer, activations kept of the layers).
   """
   context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
   y_RSM, present, stages = _forward(
@@ -100,9 +103,9 @@ def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
 
 
 def extend(spec: Spec, params, state, run: Run):
-  """`push` of a run that is no chunk of a prefix and is never popped.
+  """Appends a run that will never be popped, of any length, to the state.
 
-  What lies past the run's length is dropped, as there may be no room for it.
+  Unlike `push` it does not write padding, for which there may be no room.
   """
   context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
   _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
@@ -110,12 +113,12 @@ def extend(spec: Spec, params, state, run: Run):
 
 
 def look(spec: Spec, params, outer, state, run: Run, *, keep: str | None):
-  """Reads a run on top of a state, without a backward pass.
+  """Runs a run forward on top of a state and applies the readout.
 
   Args:
-    spec, params, state, run: as in `push`, of any rows.
+    spec, params, state, run: as in `push`, but with any number of rows.
     outer: `spec.outer(params)`.
-    keep: what to keep for a `visit`, see `segment.forward`.
+    keep: which activations to keep for `visit`, see `segment.forward`.
 
   Returns:
     The outputs [R, T, ...], and what was kept.
@@ -131,19 +134,19 @@ def visit(
     spec: Spec, params, outer, grads, total, state, run: Run, pull: Pull, *,
     kept=None, seeds=None,
 ):
-  """Runs a run there and back on top of a state.
+  """Runs a run forward and backward on top of a state.
 
   Args:
     spec, params, outer, state, run: as in `look`.
-    grads: like `spec.trained(params)`, at least float32; added to.
-    total: the accumulated cotangent of the state, added to; None in "stop" and
-      "full".
-    pull: what happens to the outputs.
-    kept: what `look` or `push` kept of this run; None runs it here.
-    seeds: of the load-balance term, or None.
+    grads: gradients so far, like `spec.trained(params)`, at least float32.
+    total: accumulated cotangent of the state so far; None in "stop" and "full".
+    pull: turns the outputs into their cotangent.
+    kept: what `look` or `push` kept of this run; None runs it forward here.
+    seeds: seeds of the load-balance term (see `balance`), or None.
 
   Returns:
-    grads, total, the outputs [R, T, ...], and "anything".
+    The updated grads and total, the outputs [R, T, ...], and the "anything" of
+    `pull`.
   """
   context = _context(spec, state, run, seeds=seeds)
   return _there_and_back(
@@ -162,18 +165,22 @@ def pop(
 
   Args:
     spec, params, grads, run: as in `visit`.
-    total: cotangent of the state with the run; added to.
-    state: the state with the run.
-    saved: what `push` returned with it.
-    kept: what `push` kept; None runs it again, with the same experts.
-    pull: of a run with outputs of its own, which are pulled back with it.
-    turn: in "sampled", of a run that may be left out.
-    seeds: of the load-balance term, or None.
+    total: accumulated cotangent of the state that includes the run.
+    state: the state that includes the run.
+    saved: what `push` returned of the state before the run.
+    kept: activations that `push` kept; None runs it again, with the same
+      experts.
+    pull: turns the run's own outputs into their cotangent; None if the run has
+      no outputs.
+    turn: inputs to the draw, for a run that "sampled" may leave out; else None.
+    seeds: seeds of the load-balance term, or None.
 
   Returns:
-    grads; total, of which the part without places is now that of the state
-    before the run; that part of the state before the run (`state.rest`); the
-    outputs; "anything"; and with a turn an `estimators.PrefixPass` of scalars.
+    The updated grads; the updated total, in which stacks without a place for
+    every position now hold the cotangent of the state before the run; those
+    stacks of the state before the run (`state.rest_of`); the outputs; the
+    "anything" of `pull`; and with a turn an `estimators.PrefixPass` of scalars,
+    else None.
   """
   config, chunk, report, scale = spec.config, _chunk(spec, run), None, 1.0
   rest = state_lib.restore(config, state, saved, chunk)
@@ -212,7 +219,7 @@ def pop(
 
 
 def restore(spec: Spec, state, run: Run, saved):
-  """What has no places of the state before the run that was pushed last."""
+  """Rebuilds `state.rest_of` the state before the run that was pushed last."""
   return state_lib.restore(spec.config, state, saved, _chunk(spec, run))
 
 
@@ -221,8 +228,11 @@ def count(spec: Spec, params, counts, state, run: Run):
 
   Args:
     spec, params, state, run: as in `look`.
-    counts: [L, E] by stack, of this device's tokens; added to. A row counts as
-      often as sequences contain it.
+    counts: counts so far over this device's tokens, [L, E] by stack. A row
+      counts once for each sequence that contains it.
+
+  Returns:
+    The updated counts.
   """
   context = _context(spec, state, run)
   _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
@@ -230,7 +240,7 @@ def count(spec: Spec, params, counts, state, run: Run):
 
 
 def count_pushed(spec: Spec, counts, state, run: Run):
-  """`count` of the run that was pushed last, whose experts the state knows."""
+  """As `count`, for the run pushed last; reads its experts from the state."""
   chunk, tokens = _chunk(spec, run), run.tokens_RS.shape[1]
   chosen = state_lib.chosen(
       state, chunk.start, tokens // spec.layout.devices, 0
@@ -242,7 +252,7 @@ def count_pushed(spec: Spec, counts, state, run: Run):
 
 
 def keeps(policy: str | None) -> str | None:
-  """What a run with autodiff keeps between there and back, under a policy."""
+  """Translates an activation policy into the `keep` of `segment.forward`."""
   if policy is None:
     return None
   return "inputs" if policy == "recompute_layers" else "stages"
@@ -251,7 +261,10 @@ def keeps(policy: str | None) -> str | None:
 def _there_and_back(
     spec, params, outer, grads, total, run, context, pull, kept, popped=None
 ):
-  """(grads, total, outputs, "anything") of `visit` and of `pop`."""
+  """Runs a run forward unless it is kept, then backward.
+
+  Returns (grads, total, outputs, "anything"), for `visit` and `pop`.
+  """
   config, layout = spec.config, spec.layout
   if kept is None:
     y_RSM, _, stages = _forward(
@@ -283,7 +296,7 @@ def _there_and_back(
 
 
 def _forward(spec, params, run, context, *, keep, present=False):
-  """`segment.forward` of this device's tokens."""
+  """Embeds this device's tokens of a run and calls `segment.forward`."""
   tokens_RS = spec.layout.mine(run.tokens_RS, 1)
   return segment.forward(
       spec.config, params["layers"],
@@ -295,10 +308,10 @@ def _forward(spec, params, run, context, *, keep, present=False):
 def _context(
     spec, state, run, *, seeds=None, scale=1.0, masked=True
 ) -> segment.Context:
-  """What a run continues from, where it stands, and what it is seeded with.
+  """Builds the `segment.Context` of a run.
 
-  A run that is pushed is not masked where layers are of attention alone: no
-  token that counts can see what is past its length.
+  `masked` says whether the layers are told each row's length. A pushed run of
+  attention layers needs no mask: no real token sees the padding after it.
   """
   layout, (rows, tokens) = spec.layout, run.tokens_RS.shape
   positions_S = layout.positions(run.first, tokens)[None]
@@ -317,13 +330,13 @@ def _context(
 
 
 def _sequences(run, context):
-  """In how many sequences each of this device's tokens stands, [R, S]."""
+  """How many sequences contain each of this device's tokens, [R, S]."""
   end_R1 = run.first + run.lengths_R[:, None]
   return jnp.where(context.positions_GT < end_R1, run.sequences_R[:, None], 0)
 
 
 def _chunk(spec, run) -> sizes.Chunk:
-  """Where the one row of a run stands on this device."""
+  """Where a run of one row stands on this device."""
   start = spec.layout.here(run.first)
   return sizes.Chunk(
       start, spec.layout.here(run.first + run.lengths_R[0]) - start
@@ -331,19 +344,20 @@ def _chunk(spec, run) -> sizes.Chunk:
 
 
 def read(spec: Spec, outer, y_RSM, run: Run, trained):
-  """Applies the readout to what is read of a run.
+  """Applies the readout to the tokens in `run.read`.
+
+  No collective is differentiated: they are outside the function given to vjp.
 
   Args:
     spec: model, readout, schedule.
     outer: parameters outside the layers.
-    y_RSM: output of the last layer, of this device's tokens.
+    y_RSM: output of the last layer for this device's tokens.
     run: the run.
-    trained: the part of `outer` whose gradient is wanted.
+    trained: the part of `outer` that gets a gradient.
 
   Returns:
-    The outputs [R, T, ...] of all devices' tokens, 0 where they are padding,
-    and their pullback to cotangents of `outer` and `y_RSM`. Collectives stand
-    outside of what is differentiated.
+    The outputs [R, T, ...] for the tokens of all devices, 0 at padding; and
+    their pullback, from a cotangent to those of `outer` and `y_RSM`.
   """
   layout, what = spec.layout, run.read
   tokens = what.targets_RT.shape[1]

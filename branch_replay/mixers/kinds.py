@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the entries of `ModelConfig.layer_pattern` to their mixers."""
+"""Looks up the mixer of each entry of `ModelConfig.layer_pattern`."""
 
 import functools
 
@@ -11,7 +11,7 @@ from branch_replay.mixers import latent
 from branch_replay.mixers import mixer
 from branch_replay.mixers import window
 
-# The classes of the names in `config.KINDS`.
+# The mixer of each name in `config.KINDS`.
 _CLASSES = {
     "full": attention.FullAttention,
     "sliding": window.SlidingWindow,
@@ -22,7 +22,7 @@ _CLASSES = {
 
 @functools.lru_cache(maxsize=256)
 def of(config: config_lib.ModelConfig, kind: config_lib.Kind) -> mixer.Mixer:
-  """The mixer of a kind of layer; raises ValueError for an unknown name."""
+  """Makes the mixer of a kind of layer; raises ValueError for unknown names."""
   if not isinstance(kind, str):
     return kind(config)
   if kind not in _CLASSES:
@@ -33,7 +33,7 @@ def of(config: config_lib.ModelConfig, kind: config_lib.Kind) -> mixer.Mixer:
 
 
 def recurrent(config: config_lib.ModelConfig) -> bool:
-  """Whether the state of some layer goes from token to token."""
+  """Whether some layer updates its state token by token, as delta layers do."""
   return any(of(config, kind).recurrent for kind in config.layer_pattern)
 
 

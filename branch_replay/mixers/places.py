@@ -1,6 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays with a place for every position, [L, K, P, D], in tuples."""
+"""Operations on stacks of arrays with a place per position, [L, K, P, D].
+
+A stack is a tuple of such arrays, of attention (keys, values).
+"""
 
 import jax
 from jax import lax
@@ -13,7 +16,7 @@ from branch_replay.mixers import sizes as sizes_lib
 
 
 def fit(stack, here: int):
-  """The arrays with places for `here` positions, cut off or padded."""
+  """Cuts or pads the arrays to `here` positions."""
   def fit_one(x_LKPD):
     if x_LKPD.shape[2] >= here:
       return lax.slice_in_dim(x_LKPD, 0, here, axis=2)
@@ -24,7 +27,7 @@ def fit(stack, here: int):
 
 
 def push(stack, present, chunk: sizes_lib.Chunk):
-  """The arrays with those of a chunk, [L, K, G=1, C, D], at its places."""
+  """Writes a chunk's arrays `present`, [L, K, G=1, C, D], at its places."""
   return tuple(
       lax.dynamic_update_slice_in_dim(
           x, host_memory.beside(new[:, :, 0], x), chunk.start, axis=2
@@ -34,7 +37,7 @@ def push(stack, present, chunk: sizes_lib.Chunk):
 
 
 def extend(stack, present, chunk: sizes_lib.Chunk):
-  """`push` of the real positions alone, as there may be no room for more."""
+  """As `push`, but does not write padding, which may have no room."""
   at = jnp.arange(present[0].shape[3])
   at = jnp.where(at < chunk.tokens, chunk.start + at, stack[0].shape[2])
   return tuple(
@@ -44,23 +47,23 @@ def extend(stack, present, chunk: sizes_lib.Chunk):
 
 
 def read(x_LKPD, layer, start, tokens: int):
-  """What stands at a segment of one row in one layer, [K, G=1, C, D]."""
+  """Reads positions start … start + tokens of one layer, [K, G=1, C, D]."""
   x_KPD = lax.dynamic_index_in_dim(x_LKPD, layer, 0, keepdims=False)
   x_KCD = lax.dynamic_slice_in_dim(x_KPD, start, tokens, axis=1)
-  # What follows would rather have positions innermost; unpinned, XLA for TPU
-  # keeps a transposed copy of the whole accumulator to read this from.
+  # Later operations prefer positions innermost. Without this constraint XLA for
+  # TPU keeps a transposed copy of the whole accumulator to read this from.
   x_KCD = with_layout_constraint(x_KCD, layout_lib.Layout((0, 1, 2)))
   return lax.optimization_barrier(x_KCD)[:, None]
 
 
 def write_cache(cache, layer, slots_GT: jax.Array, present):
-  """A cache with new keys and values at their slots of one layer.
+  """Writes new keys and values into the slots of one layer of a cache.
 
   Args:
     cache: pair of [L, K, G, S, D].
-    layer: i32 scalar.
-    slots_GT: where; slots ≥ S are dropped.
-    present: pair of [K, G, T, D].
+    layer: i32 scalar, which layer.
+    slots_GT: i32, the slot of each new token; slots ≥ S are not written.
+    present: keys and values of the new tokens, pair of [K, G, T, D].
   """
   rows_G1 = jnp.arange(slots_GT.shape[0])[:, None]
   return tuple(

@@ -1,6 +1,9 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What mixers are told about the prefix, all of it counted on one device."""
+"""Sizes of a prefix state and positions of a chunk, as one device counts them.
+
+The engine passes these to the mixers.
+"""
 
 from typing import NamedTuple
 
@@ -8,12 +11,12 @@ import jax
 
 
 class Sizes(NamedTuple):
-  """Of a state.
+  """Capacity of a prefix state on one device.
 
   Attributes:
-    here: positions it has room for.
-    room: positions it may be given room for later, at least `here`.
-    devices: that share it.
+    here: positions that the state has room for on this device.
+    room: positions that it may be resized to later, at least `here`.
+    devices: how many devices share the state.
   """
 
   here: int
@@ -22,11 +25,11 @@ class Sizes(NamedTuple):
 
 
 class Chunk(NamedTuple):
-  """A stretch of the prefix that is appended to it or popped.
+  """Where a chunk of the prefix stands on one device.
 
   Attributes:
-    start: i32, its first position.
-    tokens: i32, its real positions; the rest is padding.
+    start: i32, the place of its first position in this device's arrays.
+    tokens: i32, how many of its positions here are real; the rest is padding.
   """
 
   start: jax.Array

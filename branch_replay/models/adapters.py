@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: every parameter, or low-rank adapters on a frozen base."""
+"""Low-rank adapters, and which parameters train: all, or adapters alone."""
 
 import dataclasses
 from typing import Literal
@@ -19,7 +19,7 @@ _NAMES = ("adapter_in", "adapter_out")
 
 
 def check_trainable(trainable: str, config: config_lib.ModelConfig):
-  """Raises ValueError for a subset that does not exist."""
+  """Raises ValueError if a model of this config has no such parameters."""
   check_name(trainable)
   if trainable == "adapters" and config.adapter is None:
     raise ValueError(
@@ -28,7 +28,7 @@ def check_trainable(trainable: str, config: config_lib.ModelConfig):
 
 
 def check_name(trainable: str):
-  """Raises ValueError for what is no name of a subset."""
+  """Raises ValueError unless `trainable` is "all" or "adapters"."""
   if trainable not in get_args(Trainable):
     raise ValueError(
         f"Unknown trainable={trainable!r}: use one of "
@@ -37,7 +37,7 @@ def check_name(trainable: str):
 
 
 def select(params, trainable: str):
-  """The subtree that is trained; the same leaves, others left out."""
+  """Selects the subtree of the parameters that is trained, without copies."""
   if trainable == "all":
     return params
   found = {}
@@ -52,14 +52,14 @@ def select(params, trainable: str):
 
 
 def pick(tree, like):
-  """The part of a nested dict that `like` has."""
+  """Selects the part of a nested dict whose names `like` has too."""
   if not isinstance(like, dict):
     return tree
   return {name: pick(tree[name], child) for name, child in like.items()}
 
 
 def replace(params, part):
-  """The parameters with the leaves of a subtree put in."""
+  """Replaces the leaves of the parameters that the subtree `part` has."""
   if not isinstance(part, dict):
     return part
   return params | {
@@ -68,16 +68,16 @@ def replace(params, part):
 
 
 def add(model: decoder.Decoder, params, adapter: config_lib.Adapter, key):
-  """A model with adapters that do not change it yet.
+  """Adds adapters to a model, with B = 0, so that its outputs do not change.
 
   Args:
-    model: without adapters.
-    params: its parameters; shared with the result.
-    adapter: rank, scale and matrices.
-    key: PRNG key of A; B is zero.
+    model: a decoder without adapters.
+    params: its parameters; the result shares them.
+    adapter: rank, scale, and which matrices get adapters.
+    key: PRNG key to draw A from.
 
   Returns:
-    The model and its parameters.
+    The new model and its parameters.
 
   Raises:
     ValueError: the model has adapters already.
@@ -103,20 +103,20 @@ def add(model: decoder.Decoder, params, adapter: config_lib.Adapter, key):
 
 
 def merge(model: decoder.Decoder, params):
-  """The model without adapters that computes the same: W + (α/r)AB.
+  """Merges adapters into the matrices they adapt: W becomes W + (α/r)AB.
 
-  Matrices that had an adapter are at least float32 in it: bfloat16 would round
-  away most of what was trained.
+  Merged matrices are at least float32: bfloat16 would round away most of what
+  was trained.
 
   Args:
-    model: with adapters.
+    model: a decoder with adapters.
     params: its parameters.
 
   Returns:
-    The model and its parameters, ready to be exported.
+    A model without adapters that computes the same, and its parameters.
 
   Raises:
-    ValueError: the model has none.
+    ValueError: the model has no adapters.
   """
   params_lib.check(model, params)
   adapter = model.config.adapter

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether parameters are those of a model: names and shapes, not values."""
+"""Checks that parameters fit a model, by names and shapes."""
 
 import functools
 
@@ -14,19 +14,18 @@ from branch_replay.models import decoder
 
 
 def check(model: decoder.Decoder, params) -> None:
-  """Refuses what is no model, or no parameters of it.
+  """Checks that a tree has all parameters of a model, and none it ignores.
 
-  Parameters outside of the layers may be more than the model's, since a
-  readout may own some, but not those that only another config would read.
+  Readouts may own further parameters under top-level names of their own.
 
   Args:
     model: the decoder.
-    params: the tree, its leaves arrays or shapes.
+    params: the tree of parameters; its leaves are arrays or shapes.
 
   Raises:
-    TypeError: another type of model or parameters.
-    ValueError: a parameter is missing, has another shape or is not floating,
-      or would not be read.
+    TypeError: `model` is no decoder or `params` no dict.
+    ValueError: a parameter is missing, has another shape or is not of floats;
+      or the model would not read it.
   """
   check_model(model)
   checks.params_tree(params)
@@ -62,7 +61,7 @@ def check(model: decoder.Decoder, params) -> None:
 
 
 def check_model(model) -> None:
-  """Raises TypeError for what is no `Decoder`."""
+  """Raises TypeError for anything but a `Decoder`."""
   if not isinstance(model, decoder.Decoder):
     hint = ""
     if isinstance(model, config_lib.ModelConfig):
@@ -82,7 +81,7 @@ def _named(tree) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def _expected(config: config_lib.ModelConfig) -> dict[str, tuple[int, ...]]:
-  """Shapes by name."""
+  """Shapes of the parameters of a model, by name."""
   model = decoder.Decoder(config)
   shapes = jax.eval_shape(
       lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))

@@ -1,20 +1,20 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layers as stacks: one for every place in a model's repeating pattern.
+"""Layers as stacks: trees of arrays with a leading axis of layers, to scan.
 
 Layer l has the kind `layer_pattern[l mod p]`, for a pattern of p kinds. A model
-of one kind is one stack: a tree whose arrays have a leading L axis. Any other
-is two parts, each scanned with one stack a place:
+of one kind is one stack, whose arrays have a leading L axis. Any other model is
+made of parts, each scanned on its own, with one stack for each place j of the
+pattern:
 
   {"periods": {"0": stack, "1": stack, …}, "rest": {"0": stack, …}}
 
-Stack j of "periods" has one layer a whole period, layers j, j + p, …; "rest",
-which is there if p does not divide L, has one layer a stack. Parameters,
-prefix state, its cotangent, and decoding caches are all trees of this shape.
+Stack j of "periods" holds layers j, j + p, …, one for each whole period.
+"rest", which is there if p does not divide L, has stacks of one layer.
+Parameters, prefix state, its cotangent and decoding caches are trees like this.
 
-Where the first layers have a dense feed-forward and the others experts, the
-first ones are a part before these, "dense", with one layer a stack; periods
-begin after it.
+If the first layers have dense feed-forwards and the others experts, a part
+"dense" comes first, with stacks of one layer; periods begin after it.
 """
 
 from typing import NamedTuple
@@ -23,14 +23,14 @@ from branch_replay import config as config_lib
 
 
 class Part(NamedTuple):
-  """Layers that one scan runs: `count` turns over `kinds`.
+  """Layers that one scan runs: `count` turns, each over layers of `kinds`.
 
   Attributes:
     name: "" in a model of one kind, else "dense", "periods" or "rest".
-    kinds: of the layers of a turn.
-    count: turns.
-    first: the first of its layers.
-    experts: whether its feed-forwards are mixtures of experts.
+    kinds: the kind of each layer of a turn; there is one stack for each.
+    count: turns of the scan, the layers of each stack.
+    first: number of the part's first layer in the model.
+    experts: whether the layers' feed-forwards are mixtures of experts.
   """
 
   name: str
@@ -40,11 +40,11 @@ class Part(NamedTuple):
   experts: bool
 
   def path(self, place: int) -> str:
-    """Where a stack of parameters stands in the tree of a model."""
+    """Path of a stack in the tree of a model's parameters."""
     return f"layers/{self.name}/{place}" if self.name else "layers"
 
   def layers(self, place: int) -> range:
-    """Which layers of the model a stack holds."""
+    """Numbers of the model's layers that a stack holds."""
     first = self.first + place
     return range(
         first, first + self.count * len(self.kinds), len(self.kinds)
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 def parts(config: config_lib.ModelConfig) -> list[Part]:
-  """The parts of a model, in the order they run in."""
+  """Lists the parts of a model, in the order in which they run."""
   experts, every = config.experts is not None, layers(config)
   dense = config.experts.first_dense if experts else 0
   period = len(config.layer_pattern)
@@ -72,7 +72,7 @@ def parts(config: config_lib.ModelConfig) -> list[Part]:
 
 
 def split(config: config_lib.ModelConfig, tree) -> list[list]:
-  """The stacks of every part; {} for those that a tree of a part lacks."""
+  """Splits a tree into the stacks of each part; {} where it has none."""
   found = []
   for part in parts(config):
     if part.name:
@@ -84,7 +84,7 @@ def split(config: config_lib.ModelConfig, tree) -> list[list]:
 
 
 def join(config: config_lib.ModelConfig, stacks: list[list]):
-  """Undoes `split`."""
+  """Undoes `split`: makes the tree of the stacks of each part."""
   tree = {}
   for part, of_part in zip(parts(config), stacks, strict=True):
     if not part.name:
@@ -102,7 +102,7 @@ def _holds(stack) -> bool:
 
 
 def build(config: config_lib.ModelConfig, make):
-  """The tree of make(kind, layers) of every stack."""
+  """Makes a tree whose stacks are make(kind, number of layers)."""
   return join(config, [
       [make(kind, part.count) for kind in part.kinds]
       for part in parts(config)
@@ -110,7 +110,7 @@ def build(config: config_lib.ModelConfig, make):
 
 
 def over(config: config_lib.ModelConfig, function, *trees):
-  """The tree of function(kind, stack of each tree) of every stack."""
+  """Maps function(kind, stack of each tree) over the stacks of trees."""
   return join(config, [
       [
           function(kind, *stacks)
@@ -123,7 +123,7 @@ def over(config: config_lib.ModelConfig, function, *trees):
 
 
 def leaves(config: config_lib.ModelConfig, tree) -> list:
-  """(kind, stack) of every stack."""
+  """Lists (kind, stack) of all stacks of a tree."""
   return [
       (kind, stack)
       for part, stacks in zip(parts(config), split(config, tree), strict=True)
@@ -132,6 +132,6 @@ def leaves(config: config_lib.ModelConfig, tree) -> list:
 
 
 def layers(config: config_lib.ModelConfig) -> list[config_lib.Kind]:
-  """The kind of every layer."""
+  """Lists the kind of each layer of the model."""
   kinds = config.layer_pattern
   return [kinds[layer % len(kinds)] for layer in range(config.num_layers)]

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How far one gradient is from another, as a whole and by parameter."""
+"""Measures how far a gradient is from another, as a whole and by parameter."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ _FLOOR = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Of a gradient g with a reference r.
+  """How far a gradient g is from a reference gradient r.
 
   Attributes:
     cosine: g·r / (‖g‖‖r‖).
     relative_error: ‖g − r‖ / ‖r‖.
     norm_ratio: ‖g‖ / ‖r‖.
-    worst_parameter: name of the parameter of the largest error.
-    worst_error: ‖g_p − r_p‖ / max(‖r_p‖, 10⁻³ ‖r‖) of that parameter.
-    per_matrix_cosine: cosine by parameter, stacked over layers.
-    per_layer_cosine: cosines of the layers' parameters, one a layer.
+    worst_parameter: name of the parameter p with the largest error.
+    worst_error: its error, ‖g_p − r_p‖ / max(‖r_p‖, 10⁻³ ‖r‖).
+    per_matrix_cosine: cosine of each parameter, all layers of a stack together.
+    per_layer_cosine: cosines of each parameter of the layers, layer by layer.
   """
 
   cosine: float
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def _cosine(a, b) -> float:
-  """1 for two zero vectors, 0 for one."""
+  """Cosine of two arrays; 1 if both are zero, 0 if one is."""
   norms = float(np.linalg.norm(a) * np.linalg.norm(b))
   if norms == 0:
     return float(not a.any() and not b.any())
@@ -44,7 +44,7 @@ def _cosine(a, b) -> float:
 
 
 def named(tree) -> dict[str, np.ndarray]:
-  """Leaves by path, "layers/project/key/kernel"."""
+  """Maps names of leaves, as "layers/project/key/kernel", to numpy arrays."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {
       checks.path_name(path): np.asarray(leaf)
@@ -53,7 +53,7 @@ def named(tree) -> dict[str, np.ndarray]:
 
 
 def compare(gradient, reference) -> Comparison:
-  """Compares two gradients of one tree, in float64.
+  """Compares two gradients with respect to the same parameters, in float64.
 
   Args:
     gradient: tree of arrays.
@@ -63,7 +63,7 @@ def compare(gradient, reference) -> Comparison:
     The comparison.
 
   Raises:
-    ValueError: different names or shapes.
+    ValueError: different names or shapes, or a reference of zeros.
   """
   gradient, reference = named(gradient), named(reference)
   shapes, wanted = (
@@ -90,7 +90,7 @@ def compare(gradient, reference) -> Comparison:
   relative = {
       name: errors[name] / max(norms[name], _FLOOR * norm) for name in errors
   }
-  # What is not a number is worse than any: max() would pass over it.
+  # NaN counts as the worst error; max() alone would pass over it.
   worst = max(relative, key=lambda name: np.nan_to_num(
       relative[name], nan=np.inf
   ))

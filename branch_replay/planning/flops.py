@@ -1,15 +1,17 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Analytic work of a group's gradient, by mode and policy.
+"""Counts the floating-point operations of a gradient, by mode and policy.
 
-  F(T | P) = 2NT + 4LdTP + 2LdT²
+A causal forward pass of T tokens on a prefix of P positions costs
 
-is the forward pass of T tokens on a prefix of P: N parameters of the layers, of
-experts those that a token has, L layers, d = heads · head_dim, causal; in
-layers with a window every query sees at most W keys, and the gated delta rule
-costs 6DE a token and value head, whatever P is. A backward pass is 2F. The head
-costs 2VM a tail token forward, twice that backward, and once more because
-logits are computed again. Padding, norms and softmax are not counted.
+  F(T | P) = 2NT + 4LdTP + 2LdT²,
+
+with N the weights of all layers that a token meets (of experts only those it is
+sent to), L layers, and d = heads · head_dim. In layers with a window a query
+sees at most W keys; the gated delta rule costs 6DE for each token and value
+head, whatever P is. A backward pass costs 2F. The head costs 2VM for each tail
+token forward, twice that backward, and 2VM more because logits are computed
+again. Padding, norms and softmax are not counted.
 """
 
 from branch_replay import config as config_lib
@@ -18,7 +20,7 @@ from branch_replay.models import pattern
 
 
 def layer_parameters(config: config_lib.ModelConfig) -> int:
-  """N, weights of the matrices that a token meets in all layers."""
+  """Counts N, the matrix weights that a token meets in all layers."""
   def feed_forward(experts):
     if not experts:
       return 3 * config.width * config.ffn_width
@@ -35,7 +37,7 @@ def layer_parameters(config: config_lib.ModelConfig) -> int:
 
 
 def forward(config: config_lib.ModelConfig, tokens: int, prefix: int) -> int:
-  """F(T | P) in floating-point operations."""
+  """F(T | P), with T `tokens` and P `prefix`, in floating-point operations."""
   return _linear(config, tokens) + _mixing(config, tokens, prefix)
 
 
@@ -52,7 +54,7 @@ def _mixing(config, tokens, prefix):
 
 
 def _backward(config, tokens, prefix, trainable):
-  """2F; of a frozen base only the cotangents of activations."""
+  """2F; less for a frozen base, which needs no weight gradients."""
   weights = 2 if trainable == "all" else 1
   linear = weights * _linear(config, tokens)
   return linear + 2 * _mixing(config, tokens, prefix)
@@ -69,17 +71,17 @@ def gradient(
     share: float = 1.0,
     trainable: str = "all",
 ) -> int:
-  """Operations of one `value_and_grad` of one group.
+  """Counts the operations of one `value_and_grad` of one group.
 
   Args:
-    config: geometry.
-    prefix: P, positions that are captured: the prompt less one token.
-    branches: G.
-    tail: T, tokens of a tail, its boundary token included.
+    config: geometry of the model.
+    prefix: P, positions of the prefix: the prompt less one token.
+    branches: G, tails of the group.
+    tail: T, tokens that are run for a tail.
     mode: "full", "exact", "sampled" or "stop".
-    policy: what is kept, see `schedule.Schedule.activations`.
-    share: of "sampled", the expected share of the prefix's chunks that run.
-    trainable: "all" or "adapters", whose own products are not counted.
+    policy: activation policy, see `schedule.Schedule.activations`.
+    share: expected share of the prefix's chunks that "sampled" pulls back.
+    trainable: "all" or "adapters"; the adapters' own products are not counted.
 
   Returns:
     Floating-point operations, head included.
@@ -105,12 +107,13 @@ def runs(
     config: config_lib.ModelConfig, shapes, *, mode: str, policy: str,
     trainable: str = "all",
 ) -> int:
-  """Operations of one `value_and_grad` of a tree, from the runs of its program.
+  """Counts the operations of one `value_and_grad` of a tree, run by run.
 
   Args:
-    config: geometry.
-    shapes: (rows, tokens, prefix, opened, read) of each run: whether it is of
-      an inner segment, and whether it has outputs.
+    config: geometry of the model.
+    shapes: (rows, tokens, prefix, opened, read) of each run of its program:
+      rows of so many tokens on so many positions, whether the run is pushed
+      (part of an inner segment), and whether it has outputs.
     mode: "full", "exact" or "stop".
     policy, trainable: as in `gradient`.
 
@@ -125,7 +128,7 @@ def runs(
     forwards, pulled = 1 + again, True
     if opened and mode == "exact":
       forwards = 1 + popped
-    elif opened and not read:  # "stop" has nothing to pull back
+    elif opened and not read:  # "stop" pulls nothing back through it
       forwards, pulled = 1, False
     there = forwards * forward(config, tokens, prefix)
     back = pulled * _backward(config, tokens, prefix, trainable)

@@ -1,12 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step needs on each device, before anyone runs it.
+"""Plans the memory and work of a training step by arithmetic, without running.
 
-The kinds, and what is alive at the peak, are derived in docs/planning.md. All
-of a step is counted: parameters, gradients and optimizer state, the prefix
-state and its accumulator, what is kept of a chunk or a visit, and the working
-memory of one layer. The compiler's own figure for the same step comes from
-`experiments.plan --compile`; the two agree within a tenth.
+It counts parameters, gradients, optimizer state, the prefix state and its
+accumulator, the activations kept of a chunk or a visit, and the working memory
+of one layer; docs/planning.md derives each and what is alive at the peak. The
+compiler's figure for the same step comes from `experiments.plan --compile`; the
+two agree within a tenth.
 """
 
 import dataclasses
@@ -30,23 +30,24 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """One optimizer step on one group.
+  """One optimizer step on one group, to be planned.
 
   Attributes:
     config: the model, with its dtypes and adapter.
-    prefix: P, captured positions.
-    branches: G.
+    prefix: P, positions of the prefix.
+    branches: G, tails of the group.
     tail: T, tokens of a tail.
-    mode: "exact", "sampled" or "stop".
-    devices: that share everything.
-    chunk_size: positions run at a time.
-    branches_at_once: tails run at a time.
-    activations: what a segment keeps, see `Schedule`.
-    accumulator_dtype: None is at least float32.
-    moments_dtype: of Adam's two moments.
-    trainable: "all" or "adapters".
+    mode: the `prefix_gradient`: "exact", "sampled" or "stop".
+    devices: number of devices that share parameters and tokens.
+    chunk_size: most positions of the prefix that are run at a time.
+    branches_at_once: tails that are run side by side.
+    activations: activation policy, see `Schedule`.
+    accumulator_dtype: see `Schedule`.
+    moments_dtype: dtype of Adam's two moments.
+    trainable: which parameters get a gradient, "all" or "adapters".
     readout_tokens: see `Schedule`.
-    attention: what it runs with, see `Schedule`; planned alike.
+    attention: implementation of attention, see `Schedule`; the plan is the same
+      for all.
   """
 
   config: config_lib.ModelConfig
@@ -86,7 +87,7 @@ def _wide(config) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _parameters(config: config_lib.ModelConfig):
-  """Shapes of all parameters, with their dtypes."""
+  """Shapes and dtypes of all parameters."""
   model = decoder.Decoder(config)
   return jax.eval_shape(
       lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -101,11 +102,12 @@ def _bytes(tree, itemsize: int | None = None) -> int:
 
 
 def bytes_per_device(step: Step) -> dict[str, int]:
-  """Bytes alive at the peak of a step on one device, by kind.
+  """Computes the bytes that are alive on one device at the peak of a step.
 
   Returns:
-    "parameters", "gradients", "optimizer", "state", "accumulator", "kept",
-    "working", and "total", their sum.
+    Bytes of "parameters", "gradients", "optimizer" state, prefix "state",
+    "accumulator", activations "kept" from forward to backward pass, and
+    "working" memory of one layer; and "total", their sum.
   """
   config, devices = step.config, step.devices
   params = _parameters(config)
@@ -125,7 +127,7 @@ def bytes_per_device(step: Step) -> dict[str, int]:
 
 
 def _state_bytes(step: Step) -> int:
-  """Bytes of the state and of what popping its chunks needs, on one device."""
+  """Bytes on one device of the state and of what popping its chunks needs."""
   config, devices = step.config, step.devices
   capacity = math.ceil(step.prefix / devices) * devices
   state = jax.eval_shape(
@@ -140,7 +142,7 @@ def _state_bytes(step: Step) -> int:
 
 
 def _accumulator(step: Step):
-  """Shapes of its cotangent on one device."""
+  """Shapes of the state's cotangent on one device."""
   here = math.ceil(step.prefix / step.devices)
   return jax.eval_shape(lambda: state_lib.accumulator(
       step.config, here, step.accumulator_dtype, step.devices
@@ -148,13 +150,13 @@ def _accumulator(step: Step):
 
 
 def _segments(step: Step) -> tuple[int, int]:
-  """Tokens of a chunk that is popped, and of a visit."""
+  """Tokens of a popped chunk (0 in "stop"), and of a visit of branches."""
   chunk = min(step.chunk_size, step.prefix) if step.mode != "stop" else 0
   return chunk, min(step.branches_at_once, step.branches) * step.tail
 
 
 def _kept(step: Step) -> int:
-  """What is held between a segment's forward and backward pass."""
+  """Bytes held between a segment's forward and backward pass, on one device."""
   config = step.config
   chunk, visit = _segments(step)
   layers = schedule_lib.layers_bytes(config)
@@ -167,7 +169,10 @@ def _kept(step: Step) -> int:
 
 
 def _working(step: Step, params, trained) -> int:
-  """One layer's backward pass: whole parameters and rows of all devices."""
+  """Bytes that one layer's backward pass works with on one device.
+
+  Its parameters are gathered whole, and the queries are those of all devices.
+  """
   config, wide = step.config, _wide(step.config)
   narrow = _itemsize(config.compute_dtype)
   chunk, visit = _segments(step)
@@ -176,10 +181,12 @@ def _working(step: Step, params, trained) -> int:
       sum(x.size for x in jax.tree.leaves(tree["layers"])) / config.num_layers
       for tree in (params, trained)
   )
-  # Gathered, widened where trained, and the gradient before it is scattered.
+  # A layer's gathered weights; where trained, also a copy in float32 and the
+  # gradient before it is scattered.
   weights = layer * narrow + of_trained * 2 * wide if step.devices > 1 else 0
-  # Queries and cotangents of outputs in the compute dtype; outputs of the two
-  # parts of attention, their merge and the queries' cotangents wide.
+  # In the compute dtype: queries, and cotangents of outputs. In at least
+  # float32: outputs of attention to prefix and segment, their merge, and the
+  # queries' cotangents.
   queries = max(
       kinds.of(config, kind).query_numbers() for kind in config.layer_pattern
   )
@@ -195,9 +202,10 @@ def _working(step: Step, params, trained) -> int:
 
 
 def longest_prefix(step: Step, budget: int) -> int:
-  """The most positions whose step fits `budget` bytes a device; 0 if none.
+  """Finds the longest prefix whose step fits `budget` bytes a device.
 
-  By memory alone: `config.max_positions` may be less.
+  It is in positions, and 0 if none fits. Only memory counts: the result may
+  exceed `config.max_positions`.
   """
   def fits(prefix):
     at = dataclasses.replace(step, prefix=prefix)
@@ -218,11 +226,12 @@ def longest_prefix(step: Step, budget: int) -> int:
 
 
 def work(step: Step) -> dict[str, float]:
-  """Analytic operations of a step, and the ideal speed-up over full.
+  """Counts the operations of a step, and its ideal speed-up over "full".
 
   Returns:
-    "flops" of all devices together, and "ideal_speedup": those of the full
-    backward pass with the same policy, divided by it.
+    "flops", floating-point operations of all devices together; and
+    "ideal_speedup", the operations of mode "full" with the same activation
+    policy, divided by "flops".
   """
   shape = dict(prefix=step.prefix, branches=step.branches, tail=step.tail)
   mine = flops.gradient(

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Geometries of published models, for planning; weights are not here.
+"""Geometries of published models, without weights, for planning.
 
 Source: the config.json of each model's release.
 """
@@ -64,13 +64,14 @@ PRESETS = {
 
 
 def geometry(name: str) -> config_lib.ModelConfig:
-  """The config of a preset, or of a Hugging Face config.json.
+  """Finds the config of a preset, or reads it from a Hugging Face config.json.
 
   Args:
-    name: a key of `PRESETS` in any case, a config.json, or its directory.
+    name: a key of `PRESETS` in upper or lower case, the path of a config.json,
+      or its directory.
 
   Raises:
-    ValueError: neither; or a file that asks for what is not computed here.
+    ValueError: `name` is neither, or the file describes an unsupported model.
   """
   checks.instance(name, "model", (str, os.PathLike))
   name = os.fspath(name)
