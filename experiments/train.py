@@ -158,19 +158,10 @@ def adapter_of(config) -> config_lib.Adapter | None:
 
 
 def model_of(config):
-  """The model, pretrained or of the config's geometry, and its text.
-
-  Parameters that are to be trained have the dtype that the config asks for
-  from the beginning, so that none is rounded to the file's; those below
-  adapters have the file's.
-  """
+  """The model, pretrained or of the config's geometry, and its text."""
   step_lib.check_param_dtype(config.param_dtype)
   if config.pretrained:
-    as_stored = config.adapter.rank or config.param_dtype == "file"
-    pretrained = load_lib.load(
-        config.pretrained, compute_dtype=config.compute_dtype,
-        param_dtype=None if as_stored else config.param_dtype,
-    )
+    pretrained = weights_of(config)
     return pretrained, tasks.Chat(pretrained)
   dtypes = {
       name: config[name] for name in ("param_dtype", "compute_dtype")
@@ -188,6 +179,20 @@ def model_of(config):
   return pretrained_lib.Pretrained(
       model, params, stop_ids=text.stop_ids, bos_id=text.bos_id
   ), text
+
+
+def weights_of(config) -> pretrained_lib.Pretrained:
+  """The model that a config's `pretrained` names.
+
+  Parameters that are to be trained have the dtype that the config asks for
+  from the beginning, so that none is rounded to the file's; those below
+  adapters have the file's.
+  """
+  as_stored = config.adapter.rank or config.param_dtype == "file"
+  return load_lib.load(
+      config.pretrained, compute_dtype=config.compute_dtype,
+      param_dtype=None if as_stored else config.param_dtype,
+  )
 
 
 def task_of(config, text, changes: dict) -> tasks.Task:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from branch_replay.engine import hosted
+from branch_replay.mixers import kinds
 from configs import long_run as config_file
 from experiments import long_run
 
@@ -47,4 +48,4 @@ def test_the_configs_are_of_the_lengths_they_claim():
     assert f"{prefix:,}".replace(",", " ") in config_file.__doc__
     geometry = long_run._geometry(config.model)
     assert geometry.max_positions > prefix + config.tail_tokens
-  assert not geometry.positional and geometry.recurrent
+  assert not kinds.positional(geometry) and kinds.recurrent(geometry)
