@@ -31,7 +31,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 train-tiny: $(READY)
-	$(BIN)/python -m experiments.train --config=configs/train.py
+	$(BIN)/python -m experiments.train --config=configs/train.py:small
 
 bench: $(READY)
 	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py

@@ -76,6 +76,8 @@ from branch_replay.data.token_tree import Turn
 from branch_replay.weights.gguf import load_gguf
 from branch_replay.weights.hf import load_hf
 from branch_replay.weights.hf import save_hf
+from branch_replay.weights.hf import save_pretrained
+from branch_replay.weights.load import load
 
 __all__ = [
     "Decoder",
@@ -101,12 +103,14 @@ __all__ = [
     "capture",
     "dense_log_probs",
     "extend",
+    "load",
     "load_gguf",
     "load_hf",
     "log_probs",
     "replay",
     "sample",
     "save_hf",
+    "save_pretrained",
     "stack",
     "value_and_grad",
 ]

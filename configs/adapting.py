@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter that learns along with the policy, against the same one frozen.
 
-The model of configs/train.py, warmed up on short documents, learns by GRPO to
-find a fact in 512 characters, while a drafter of one layer learns from its
-rollouts. After ten steps a copy of the drafter is frozen. Every ten steps both
-draft three tokens a round on held-out prompts.
+The model of configs/train.py:small, warmed up on short documents, learns by
+GRPO to find a fact in 512 characters, while a drafter of one layer learns from
+its rollouts. After ten steps a copy of the drafter is frozen. Every ten steps
+both draft three tokens a round on held-out prompts.
 
   python -m experiments.adapting --config=configs/adapting.py
 
@@ -23,7 +23,7 @@ _DRAFTS = (
     ("reinforce.speculation.draft_lengths", (0, 2)),
 )
 _FIELDS = {
-    "base": "",  # variant of configs/train.py
+    "base": "small",  # variant of configs/train.py
     "shared": (
         ("reinforce.steps", 150), ("reinforce.most_prompts", 0),
         ("evaluation.every", 50), *_DRAFTS,
@@ -36,7 +36,7 @@ _FIELDS = {
 }
 _VARIANTS = {
     "smollm2": {
-        "base": "smollm2",
+        "base": "",
         "shared": (
             ("reinforce.steps", 36), ("reinforce.prompts", 4),
             ("reinforce.speculation.studies.updates", 16),

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning curves: several ways to train one model, over several seeds.
 
-The model of configs/train.py, warmed up on short documents, learns to find a
-fact in 512 characters by reward. All ways see the same prompts.
+The model of configs/train.py:small, warmed up on short documents, learns to
+find a fact in 512 characters by reward. All ways see the same prompts.
 
   python -m experiments.learning_curves --config=configs/learning.py:modes
 
@@ -17,7 +17,7 @@ stale: eight GRPO updates on every batch of answers, with the prefixes captured
 drafts: rollouts with compaction alone, with drafts by n-grams, by a learned
   drafter that is frozen after ten steps, and by one that goes on learning. Does
   the reward curve change? What of the time? A quarter of an hour.
-drafts_smollm2: ten steps of configs/train.py:smollm2 by the same four drafters.
+drafts_smollm2: ten steps of configs/train.py by the same four drafters.
   Not run in full yet; estimated cost: half an hour on two cores.
 tiny: nothing is learnt, in half a minute.
 
@@ -66,7 +66,7 @@ def _shared(steps: int, every: int, *changes):
 # of all runs and of each way to train.
 _STUDIES = {
     "modes": {
-        "base": "",
+        "base": "small",
         "seeds": (0, 1, 2, 3, 4),
         "shared": _shared(120, 20, ("schedule.chunk_size", 64)),
         "variants": (
@@ -76,7 +76,7 @@ _STUDIES = {
         ),
     },
     "algorithms": {
-        "base": "",
+        "base": "small",
         "seeds": _SEEDS,
         "shared": _shared(100, 20),
         "variants": tuple(
@@ -86,7 +86,7 @@ _STUDIES = {
         ),
     },
     "stale": {
-        "base": "",
+        "base": "small",
         "seeds": _SEEDS,
         "shared": _shared(20, 5, ("reinforce.epochs", 8)),
         "variants": tuple(
@@ -95,11 +95,11 @@ _STUDIES = {
         ),
     },
     "drafts": {
-        "base": "", "seeds": _SEEDS, "shared": _shared(100, 20),
+        "base": "small", "seeds": _SEEDS, "shared": _shared(100, 20),
         "variants": _drafters(freeze_after=10),
     },
     "drafts_smollm2": {
-        "base": "smollm2",
+        "base": "",
         "seeds": (0,),
         "shared": (
             ("reinforce.steps", 10), ("reinforce.prompts", 4),

@@ -44,6 +44,7 @@ def chosen(variants: dict[str, dict], name: str) -> dict:
   """The entry of a variant; ValueError names them all if there is none."""
   if name not in variants:
     raise ValueError(
-        f"Unknown variant {name!r}: use one of {', '.join(variants)}."
+        f"Unknown variant {name!r}: use one of "
+        f"{', '.join(filter(None, variants))}."
     )
   return variants[name]

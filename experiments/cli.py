@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of all experiments: --config, --workdir, --devices.
 
-A word that is no flag is refused, with the flag that was probably meant:
-ignored, it would run another experiment than was asked for. Flags are defined
-when a script is run, not when it is imported, so that notebooks may import any
-number of experiments and call their `run`.
+A field of the config is --config.<field>=<value>, and --help lists them all.
+Whatever is wrong is said in one line, with the flag that was probably meant: a
+word that is ignored would run another experiment than was asked for. Flags are
+defined when a script is run, not when it is imported, so that notebooks may
+import any number of experiments and call their `run`.
 """
 
 from collections.abc import Sequence
 import difflib
 import pathlib
+import re
 import sys
 import traceback
 
@@ -20,9 +22,11 @@ from absl import logging
 import jax
 from ml_collections import config_flags
 
+from experiments import config_files
 from experiments.reporting import record
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
+_HELP = ("--help", "-help", "-h", "--h", "--helpfull", "--helpshort")
 
 
 def main(run, config_file: str) -> None:
@@ -31,32 +35,44 @@ def main(run, config_file: str) -> None:
   Args:
     run: of the experiment.
     config_file: the default of --config. Fields are overridden by
-      --config.<field>=<value>.
+      --config.<field>=<value>. A config file may have a function `switch`,
+      which gives the config the fields that a chosen algorithm or task has.
   """
+  name, argv = _config_of(sys.argv, config_file)
   try:
-    config = config_flags.DEFINE_config_file(
-        "config", str(_ROOT / config_file),
-        "Experiment: a file of configs/, or FILE:VARIANT. The file's docstring "
-        "gives question, cost and variants; a field: --config.<field>=<value>.",
-        lock_config=True,
-    )
-  except AttributeError as error:  # of a field on the command line
-    if not error.args or not isinstance(error.args[0], KeyError):
-      raise
-    sys.exit(_no_field(error))
+    module, loaded = config_files.load(name, _ROOT, _experiment())
+    overrides = _overrides(argv)
+    for path, value in overrides.items():
+      if hasattr(module, "switch"):
+        module.switch(loaded, path, value)
   except ValueError as error:
-    sys.exit(_last_line(error))
+    sys.exit(f"error: {error}")
+  _check_fields(overrides, loaded)
+  config = config_flags.DEFINE_config_dict(
+      "config", loaded,
+      "Experiment: a file of configs/, or FILE:VARIANT. The file's docstring "
+      "gives question, cost and variants; a field: --config.<field>=<value>.",
+      lock_config=True, sys_argv=argv,
+  )
   workdir = flags.DEFINE_string(
       "workdir", None, "Where results go; runs/<config name> by default."
   )
   devices = flags.DEFINE_integer(
       "devices", None, "Devices to run on; on CPU virtual ones are made."
   )
-  for name in ("config", "workdir", "devices"):  # --help shows the script's own
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+  for flag in ("config", "workdir", "devices"):  # --help shows the script's own
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
 
-  def start(argv):
-    refuse_words(argv, _loaded(config))
+  def parse(words):
+    if any(word in _HELP for word in words):
+      flags.FLAGS["config"].default_as_str = repr(name)
+      app.usage(shorthelp=True, writeto_stdout=True)
+      print(config_files.listing(name, module, loaded))
+      sys.exit(0)
+    return _parse(words, loaded)
+
+  def start(words):
+    refuse_words(words, config.value)
     if not flags.FLAGS["verbosity"].present:
       logging.set_verbosity(logging.WARNING)  # libraries tell much at INFO
     if devices.value is not None:
@@ -67,21 +83,31 @@ def main(run, config_file: str) -> None:
     if count < 1:
       sys.exit(f"error: devices={count} must be at least 1")
     jax.config.update("jax_num_cpu_devices", count)
-    try:
-      run(config.value, pathlib.Path(workdir.value or _default_workdir()))
-    except (ValueError, TypeError) as error:
-      # Ours say what to do; one from elsewhere is a bug and keeps its trace.
-      frame = traceback.extract_tb(error.__traceback__)[-1]
-      rooms = set(pathlib.Path(frame.filename).resolve().parents)
-      ours = rooms & {_ROOT / "branch_replay", _ROOT / "experiments"}
-      # A call with a wrong number of arguments is a bug, too.
-      if not ours or not (frame.line or "").startswith("raise"):
-        raise
-      sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-      sys.exit(130)
+    _run(run, config.value, pathlib.Path(workdir.value or _workdir(name)))
 
-  app.run(start, flags_parser=_parse)
+  app.run(start, argv=argv, flags_parser=parse)
+
+
+def _run(run, config, workdir: pathlib.Path) -> None:
+  """Runs an experiment; errors that say what to do have no trace."""
+  at = next(
+      (x for x in (workdir, *workdir.parents) if x.exists()), workdir
+  )
+  if at.is_file():
+    sys.exit(f"error: --workdir={workdir}: {at} is a file, not a folder.")
+  try:
+    run(config, workdir)
+  except (ValueError, TypeError) as error:
+    # Ours say what to do; one from elsewhere is a bug and keeps its trace.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    rooms = set(pathlib.Path(frame.filename).resolve().parents)
+    ours = rooms & {_ROOT / "branch_replay", _ROOT / "experiments"}
+    # A call with a wrong number of arguments is a bug, too.
+    if not ours or not (frame.line or "").startswith("raise"):
+      raise
+    sys.exit(f"error: {error}")
+  except KeyboardInterrupt:
+    sys.exit(130)
 
 
 def without_words(main):
@@ -101,11 +127,69 @@ def refuse_words(argv: Sequence[str], config=None) -> None:
     sys.exit(f"error: {word!r} is no flag{hint}")
 
 
-def _default_workdir() -> pathlib.Path:
+def _config_of(argv: Sequence[str], default: str) -> tuple[str, list[str]]:
+  """The config of a command line, and the other words of it."""
+  found, rest, words = default, [], iter(argv)
+  for word in words:
+    if re.fullmatch("--?config", word):
+      found = next(words, "")
+    elif re.match("--?config=", word):
+      found = word.partition("=")[2]
+    else:
+      rest.append(word)
+  return found, rest
+
+
+def _overrides(argv: Sequence[str]) -> dict[str, str]:
+  """Fields that flags set, by their dotted paths."""
+  found = {}
+  for at, word in enumerate(argv):
+    path, is_, value = word.partition("=")
+    path = re.sub(r"^--?(no)?config\.", "config.", path)
+    if path.startswith("config."):
+      after = argv[at + 1] if at + 1 < len(argv) else ""
+      found[path.removeprefix("config.")] = value if is_ else after
+  return found
+
+
+def _check_fields(paths: Sequence[str], config) -> None:
+  """Exits with an error for a field that the config does not have."""
+  for path in paths:
+    at = config
+    for depth, part in enumerate(path.split(".")):
+      if not hasattr(at, "keys") or part not in at:
+        where = ".".join(path.split(".")[:depth])
+        known = list(at) if hasattr(at, "keys") else []
+        if not known:
+          sys.exit(f"error: the config's {where} has no fields, {path!r} asks "
+                   "for one.")
+        # Of the same place first, then from anywhere.
+        near = difflib.get_close_matches(part, known, n=1, cutoff=0.5)
+        meant = f"{where}.{near[0]}".lstrip(".") if near else ""
+        if not meant:
+          every = record.flat(config.to_dict())
+          ends = [x for x in every if x.split(".")[-1] == path.split(".")[-1]]
+          others = difflib.get_close_matches(path, every, n=1, cutoff=0.6)
+          meant = next(iter([*ends, *others]), "")
+        hint = f" Did you mean --config.{meant}?" if meant else (
+            f" There are {', '.join(known)}."
+        )
+        sys.exit(f"error: the config has no field {path!r}.{hint}")
+      at = at[part]
+
+
+def _experiment() -> str:
+  """The name of the experiment that is run, as in python -m experiments.NAME.
+  """
+  script = pathlib.Path(sys.argv[0])
+  return script.parent.name if script.stem == "__main__" else script.stem
+
+
+def _workdir(config: str) -> str:
   """runs/long_run_hybrid of configs/long_run.py:hybrid."""
-  file, _, variant = flags.FLAGS["config"].config_filename.partition(":")
+  file, _, variant = config.partition(":")
   name = pathlib.Path(file).stem
-  return pathlib.Path("runs") / (f"{name}_{variant}" if variant else name)
+  return f"runs/{name}_{variant}" if variant else f"runs/{name}"
 
 
 def _meant(word: str, config) -> str:
@@ -125,46 +209,14 @@ def _meant(word: str, config) -> str:
   return f"--{names[near[0]]}{is_}{value}" if near else ""
 
 
-def _parse(argv):
+def _parse(argv, config):
   """Parses flags; a wrong one is an error that says what was meant."""
   try:
     return flags.FLAGS(argv)
-  except AttributeError as error:
-    sys.exit(_no_field(error))
   except flags.UnrecognizedFlagError as error:
     word = error.flagvalue.lstrip("-")
-    meant = _meant(word, flags.FLAGS["config"].value)
-    if meant and "Did you mean" not in str(error):
-      sys.exit(f"error: there is no flag --{word}. Did you mean: {meant}")
-    return app.parse_flags_with_usage(argv)
+    meant = _meant(word, config)
+    hint = f" Did you mean {meant}?" if meant else " All flags: --help."
+    sys.exit(f"error: there is no flag --{word}.{hint}")
   except flags.Error as error:
-    if "Unknown variant" in str(error):
-      sys.exit(_last_line(error))
-    return app.parse_flags_with_usage(argv)
-
-
-def _last_line(error: Exception) -> str:
-  """The message in the trace that the config flag makes of an error."""
-  return f"error: {str(error).strip().splitlines()[-1].partition(': ')[2]}"
-
-
-def _no_field(error: AttributeError) -> str:
-  said = error.args[0].args[0] if isinstance(error.args[0], KeyError) else (
-      str(error)
-  )
-  return "error: the config has no field " + " ".join(said.split("\n"))
-
-
-def _loaded(config):
-  """The config of a flag; exits with an error if its file is not there."""
-  try:
-    config.value.keys()  # of a file that failed to load, an error
-    return config.value
-  except OSError as error:
-    file = flags.FLAGS["config"].config_filename.partition(":")[0]
-    if pathlib.Path(file).exists():
-      raise
-    files = [f"configs/{x.name}" for x in (_ROOT / "configs").glob("*.py")]
-    near = difflib.get_close_matches(file, files, n=1, cutoff=0.6)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise SystemExit(f"error: there is no config {file}.{hint}") from error
+    sys.exit(f"error: {error}")

@@ -45,6 +45,7 @@ def changed(base, changes) -> ml_collections.ConfigDict:
   config = copy.deepcopy(base)
   with config.unlocked():
     for path, value in dict(changes).items():
+      train_config.switch(config, path, value)
       *parents, name = path.split(".")
       at = config
       for parent in parents:
@@ -65,12 +66,12 @@ def warm_up(config, seed: int, workdir: pathlib.Path):
   base = base_of(config, seed)
   *before, _ = base.phases
   if not before:
-    return None, train.build(base).params
+    return None, train.build(base).start.params
   before = changed(base, {"phases": tuple(before)})
   folder = workdir / f"seed{seed}" / "warmup"
   train.run(before, folder)
   problem = train.build(before)
-  return folder, loop.train(problem.run, problem.params, folder)
+  return folder, loop.train(problem.run, problem.start.params, folder)
 
 
 def run_variant(config, name: str, seed: int, warm, workdir) -> dict:

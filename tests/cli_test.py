@@ -13,8 +13,10 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("argument, said", (
     ("--help", ("One gradient over a very long prefix", "--workdir:",
-                "--devices:", "--config:", "--config.<field>=<value>")),
-    ("--workdi=x", ("Did you mean: workdir",)),
+                "--devices:", "--config:", "--config.<field>=<value>",
+                "\n  prefix=", "\n  model.width=")),
+    ("--workdi=x", ("error: there is no flag --workdi=x. Did you mean "
+                    "--workdir=x?",)),
     ("prefix=3", ("'prefix=3' is no flag", "--config.prefix=3")),
     ("configs/long_run.py:stop", (
         "error: 'configs/long_run.py:stop' is no flag: did you mean "
@@ -28,11 +30,18 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
         "tiny.",
     )),
     ("--config=configs/long_run.py:tiny --config.prefi=3", (
-        "error: the config has no field 'prefi'", 'Did you mean "prefix"',
+        "error: the config has no field 'prefi'. Did you mean --config.prefix?",
     )),
-    ("--config.prefi=3", ("error: the config has no field 'prefi'",
-                          'Did you mean "prefix"')),
-    ("--config.model.num_kv_heads=2", ("error: ",)),
+    ("--config.prefi 3", ("error: the config has no field 'prefi'",)),
+    ("--config.width=3", ("Did you mean --config.model.width?",)),
+    ("--config.model=3", ("error: ",)),
+    ("--config.prefix=many", ("error: flag --config.prefix=many",)),
+    ("--config=configs/train.py", (
+        "error: configs/train.py is a config of another experiment: python -m "
+        "experiments.train --config=configs/train.py",
+    )),
+    ("--workdir=setup.py/here", ("error: --workdir=setup.py/here: setup.py is "
+                                 "a file",)),
 ))
 def test_what_the_command_line_says(argument, said):
   done = subprocess.run(
@@ -40,8 +49,10 @@ def test_what_the_command_line_says(argument, said):
       capture_output=True, text=True, cwd=_ROOT,
   )
   text = done.stdout + done.stderr
-  assert done.returncode == 1
+  assert done.returncode == (argument != "--help")
   assert "Traceback" not in text
+  if argument != "--help":
+    assert len(text.splitlines()) == 1
   for part in said:
     assert part in text
 
@@ -53,3 +64,17 @@ def test_main_functions_without_a_config_take_no_words():
   )
   assert done.returncode == 1
   assert "'prefix=4096' is no flag: did you mean --prefix=4096?" in done.stderr
+
+
+def test_help_gives_every_field_of_a_run_with_its_meaning():
+  done = subprocess.run(
+      [sys.executable, "-m", "experiments.train", "--help",
+       "--config.reinforce.algorithm.name=dpo", "--config.task.name=arithmetic",
+       "--config.seed=3"],
+      capture_output=True, text=True, cwd=_ROOT,
+  )
+  lines = done.stdout.splitlines()
+  at = lines.index("  reinforce.algorithm.settings.beta=0.1")
+  assert lines[at + 1].strip()  # of the algorithm that was chosen
+  assert any(line.startswith("  task.operations=") for line in lines)
+  assert done.returncode == 0 and not done.stderr

@@ -12,11 +12,14 @@ import pytest
 
 import branch_replay as br
 from branch_replay.rollout.drafters import files as drafter_files
+from branch_replay.training import by_name
 from branch_replay.training import checkpoints
 from branch_replay.training import metrics
+from branch_replay.training import run_config
 from configs import train as train_config
 from experiments import learning_curves
 from experiments import train
+from experiments.reporting import record
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
     ({"phases": ()}, "phases"),
     ({"phases": ("shrot",)}, "Did you mean 'short'"),
     ({"short.kind": "supervise"}, "Did you mean 'supervised'"),
-    ({"short.stepz": 3}, "Did you mean 'steps'"),
+    ({"short.stepz": 3}, "Unknown field of short: 'stepz'"),
     ({"learning_rate": 3}, "Unknown field of the config"),
     ({"model.widht": 3}, "Did you mean 'width'"),
     ({"schedule.chunk_sise": 1}, "Did you mean 'chunk_size'"),
@@ -95,25 +98,56 @@ def test_a_bad_config_is_refused_before_anything_runs(config, change, message):
     train.build(config)
 
 
-def test_a_missing_field_is_named(config):
+@pytest.mark.parametrize("variant", ["", "small", "tiny"])
+def test_a_config_and_its_settings_say_the_same(variant):
+  config = train_config.get_config(variant)
+  settings = run_config.of_config(config)
+  assert run_config.to_config(settings) == config
+  # A field that is not there has its default.
   with config.unlocked():
-    del config.reinforce.epochs
-  with pytest.raises(ValueError, match="reinforce.epochs"):
-    train.build(config)
+    del config.reinforce.epochs, config.evaluation
+  assert run_config.of_config(config).phases["reinforce"].epochs == 1
+  # Every field has a meaning.
+  config = train_config.get_config(variant)
+  said = run_config.meanings(config)
+  missing = [x for x in record.flat(config.to_dict()) if not said.get(x)]
+  assert missing == []
 
 
-@pytest.mark.parametrize("variant", ["", "smollm2", "tiny"])
-def test_all_configs_have_the_fields_that_are_read(variant):
-  train.check_fields(train_config.get_config(variant))
+def test_a_choice_brings_its_own_fields():
+  config = train_config.get_config("tiny")
+  run_config.switch(config, "task.name", "arithmetic")
+  assert config.task.name == "arithmetic" and config.task.operations
+  assert "haystack" not in config.task
+  for name in by_name.ALGORITHMS:
+    run_config.switch(config, "reinforce.algorithm.name", name)
+    config.reinforce.algorithm.name = name
+    of = run_config.of_config(config).phases["reinforce"].algorithm
+    by_name.make(of.name, of.settings, temperature=1.0, max_tokens=5)
+  assert dict(config.reinforce.algorithm.settings) == {"beta": 0.1}
+  # The same choice again changes nothing that was set.
+  config.reinforce.algorithm.settings.beta = 0.5
+  run_config.switch(config, "reinforce.algorithm.name", "ipo")
+  assert config.reinforce.algorithm.settings.beta == 0.5
+  with pytest.raises(ValueError, match="Did you mean 'arithmetic'"):
+    run_config.switch(config, "task.name", "arithmetics")
 
 
-def test_algorithms_by_name(config):
-  for name in train._ALGORITHMS:
-    with config.unlocked():
-      config.reinforce.algorithm.name = name
-      settings = {"max_tokens": 5} if name == "dr_grpo" else {}
-      config.reinforce.algorithm.settings = settings
-    train.algorithm_of(config.reinforce)
+def test_algorithms_have_their_own_defaults():
+  """From the papers: Dr. GRPO does not divide by the spread, and its constant
+  is the longest answer; RLOO leaves one out; DAPO clips higher above."""
+  def made(name, **settings):
+    return by_name.make(name, settings, temperature=0.7, max_tokens=9)
+
+  assert made("dr_grpo").advantage == "group_centred"
+  assert made("dr_grpo").objective.max_tokens == 9
+  assert made("dr_grpo", max_tokens=5).objective.max_tokens == 5
+  assert made("reinforce").advantage == "leave_one_out"
+  assert made("dapo").objective.clip_high == 0.28
+  assert made("grpo", kl_coefficient=0.0).temperature == 0.7
+  assert made("ppo", value_clip=None, trace=0.5).trace == 0.5
+  with pytest.raises(ValueError, match="klip.*Did you mean 'clip'"):
+    made("grpo", klip=1)
 
 
 def test_a_config_that_has_become_another_is_refused_by_its_fields(

@@ -49,9 +49,9 @@ class HeldOutEvaluation:
 
   task: task_lib.Task
   rollouts: experience.Rollouts
-  split: str
-  prompts: int
-  every: int
+  split: str = "validation"
+  prompts: int = 32
+  every: int = 20
 
   def __post_init__(self):
     there = len(self.task.split(self.split))
@@ -88,8 +88,8 @@ class TrainingRun:
   model: decoder.Decoder
   phases: Sequence[phases_lib.Phase]
   evaluation: HeldOutEvaluation
-  seed: int
-  checkpoint_every: int
+  seed: int = 0
+  checkpoint_every: int = 50
   most_skipped: int = 5
   warn_after: int = 10
 

@@ -63,17 +63,17 @@ class Supervised:
       answer.
     seed: seed of the order of the examples.
     learning_rate: the learning rate as a function of the number of updates
-      done. It is only logged here; the optimizer has its own.
+      done, or None. It is only logged here; the optimizer has its own.
   """
 
   name: str
   task: task_lib.Task
   learner: learner_lib.Learner
-  steps: int
-  prompts: int
-  max_tokens: int
-  seed: int
-  learning_rate: Callable[[int], Any]
+  steps: int = 100
+  prompts: int = 8
+  max_tokens: int = 128
+  seed: int = 0
+  learning_rate: Callable[[int], Any] | None = None
   speculator = None  # nothing is sampled
 
   def __post_init__(self):
@@ -111,7 +111,7 @@ class Supervised:
         update.train_state, examples.position,
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
-            "learning_rate": float(self.learning_rate(version)),
+            **_rate(self.learning_rate, version),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
         },
@@ -143,7 +143,7 @@ class Reinforce:
       `prompts`.
     seed: seed of the order of the examples.
     learning_rate: the learning rate as a function of the number of updates
-      done. It is only logged here; the optimizer has its own.
+      done, or None. It is only logged here; the optimizer has its own.
     speculator: drafts tokens for the rollouts, which makes them faster or
       slower and changes no token; None for no drafts.
 
@@ -155,14 +155,14 @@ class Reinforce:
   task: task_lib.Task
   learner: learner_lib.Learner
   rollouts: experience_lib.Rollouts
-  steps: int
-  prompts: int
-  epochs: int
-  updates: int
-  capture_every: int
-  most_prompts: int | None
-  seed: int
-  learning_rate: Callable[[int], Any]
+  steps: int = 100
+  prompts: int = 8
+  epochs: int = 1
+  updates: int = 1
+  capture_every: int = 1
+  most_prompts: int | None = None
+  seed: int = 0
+  learning_rate: Callable[[int], Any] | None = None
   speculator: speculator_lib.Speculator | None = None
 
   def __post_init__(self):
@@ -243,7 +243,7 @@ class Reinforce:
             "loss": float(updates[0].loss),
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
             **mismatch(updates[0].report),
-            "learning_rate": float(self.learning_rate(version)),
+            **_rate(self.learning_rate, version),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
         },
@@ -334,6 +334,13 @@ def mismatch(report: dict) -> dict[str, float]:
       name: value for name, value in report.items()
       if name.startswith("mismatch")
   })
+
+
+def _rate(learning_rate, version: int) -> dict[str, float]:
+  """The learning rate of an update, to be logged, if it is known."""
+  if learning_rate is None:
+    return {}
+  return {"learning_rate": float(learning_rate(version))}
 
 
 def as_floats(scalars: dict) -> dict[str, float]:

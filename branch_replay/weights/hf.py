@@ -221,6 +221,17 @@ def _ids(directory, mapping) -> dict[str, Any]:
   return {"stop_ids": tuple(stop_ids), "bos_id": named("bos_token_id")}
 
 
+def save_pretrained(
+    directory: str | os.PathLike, pretrained: pretrained_lib.Pretrained
+):
+  """Writes a model with its tokenizer and stop ids; see `save_hf`."""
+  save_hf(
+      directory, pretrained.config, pretrained.params,
+      tokenizer=pretrained.tokenizer, stop_ids=pretrained.stop_ids,
+      bos_id=pretrained.bos_id,
+  )
+
+
 def save_hf(
     directory: str | os.PathLike,
     config: config_lib.ModelConfig,
