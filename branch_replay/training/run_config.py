@@ -131,14 +131,15 @@ def meanings(config: ml_collections.ConfigDict) -> dict[str, str]:
   add(fields.of(settings_lib.RunSettings), "")
   add(fields.of(config_lib.ModelConfig), "model.")
   add(_of_schedule(), "schedule.")
-  if config.task.name in tasks.RECIPES:
-    add(fields.of(tasks.RECIPES[config.task.name]), "task.")
+  of_task = fields.of(tasks.RECIPES[config.task.name])
+  add(of_task, "task.")
   found["task.name"] = f"one of {', '.join(sorted(tasks.RECIPES))}."
   for name, phase in config.items():
     if not isinstance(phase, ml_collections.ConfigDict) or "kind" not in phase:
       continue
     found[f"{name}.kind"] = f"one of {', '.join(settings_lib.PHASES)}."
     add(fields.of(settings_lib.PHASES[phase.kind]), f"{name}.")
+    add(of_task, f"{name}.task.")
     if "algorithm" in phase:
       add(by_name.settings_of(phase.algorithm.name),
           f"{name}.algorithm.settings.")
