@@ -1,5 +1,6 @@
 # make compare   the main job: branch replay on a real model, measured
-# make test      the test suite
+# make test      every invariant; ten minutes on two cores
+# make test-all  make test, and then the exhaustive grids; half an hour
 # make train-tiny a small model learns retrieval by reward; seven minutes
 # make bench     one gradient over a grid of shapes, timed; a quarter of an hour
 # make peers     the same gradient by other systems, side by side; an hour; goes on
@@ -20,15 +21,18 @@ READY_PEERS := $(VENV_PEERS)/.ready
 PEERS ?=
 MUTANTS ?=
 
-.PHONY: compare test train-tiny bench peers figures notebooks lint smoke \
-  mutants clean
+.PHONY: compare test test-all train-tiny bench peers figures notebooks lint \
+  smoke mutants clean
 
 compare: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_backward.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier=quick
+
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier=exhaustive
 
 train-tiny: $(READY)
 	$(BIN)/python -m experiments.train --config=configs/train.py:small

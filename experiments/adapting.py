@@ -22,6 +22,7 @@ import numpy as np
 
 import branch_replay as br
 from branch_replay.rollout.drafters import files
+from branch_replay.training import build
 from branch_replay.training import loop
 from branch_replay.training import metrics
 from experiments import cli
@@ -36,7 +37,7 @@ _STEP_FIELDS = (
 )
 
 
-def probe(config, problem: train.Problem, params, drafters: dict) -> dict:
+def probe(config, problem: build.PreparedRun, params, drafters: dict) -> dict:
   """Lets drafters draft for a policy on held-out prompts, and counts.
 
   Returns:

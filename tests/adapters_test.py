@@ -91,6 +91,7 @@ def test_adapters_start_as_nothing_and_merge_into_the_base(x64):
   )
 
 
+@pytest.mark.exhaustive
 def test_frozen_matrices_cost_no_gradient():
   model, params = tiny.model(tiny.BASE)
   model, params = adapters.add(model, params, ADAPTER, jax.random.key(1))

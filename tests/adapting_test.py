@@ -18,6 +18,7 @@ def config(tmp_path):
   return config
 
 
+@pytest.mark.exhaustive
 def test_it_probes_both_drafters_and_can_be_run_again(tmp_path, config):
   results = adapting.run(config, tmp_path / "run")
   written = json.loads((tmp_path / "run/results.json").read_text())

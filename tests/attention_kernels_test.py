@@ -212,6 +212,7 @@ def test_layers_with_a_window_run_the_loops(monkeypatch):
   assert calls_of(monkeypatch, windowed, *case[:5]) == []
 
 
+@pytest.mark.exhaustive(but="stop")
 @pytest.mark.parametrize("mode, devices", (("exact", 2), ("stop", 1)))
 def test_gradients_by_a_kernel_equal_those_by_the_loops(mode, devices):
   decoder, params = tiny.model(tiny.ARCHITECTURES["one layer"])

@@ -161,6 +161,7 @@ def test_exact_and_full_have_the_gradient_of_the_dense_term(x64):
   np.testing.assert_allclose(by_host[0].load, load, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_prefix_of_which_all_chunks_are_drawn_and_kept(x64):
   """Twice as many draws as chunks: each runs, with weight 1."""
   decoder, params, group, weights = problem()
@@ -173,6 +174,7 @@ def test_a_prefix_of_which_all_chunks_are_drawn_and_kept(x64):
   assert tiny.worst(found, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_stop_balances_the_tails_by_the_counts_of_all(x64):
   decoder, params, group, weights = problem()
   more, load = of_term(stopped=True)
@@ -188,6 +190,7 @@ def test_stop_balances_the_tails_by_the_counts_of_all(x64):
   np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_two_devices_count_and_balance_together(x64):
   decoder, params, group, weights = problem()
   _, wanted, load = dense()
@@ -255,6 +258,7 @@ def with_term(decoder, params, tree, weights, prefixes_G=0):
   ))(params)
 
 
+@pytest.mark.exhaustive
 def test_a_tree_has_the_gradient_of_the_dense_term(x64):
   shape = 21, [
       (19, [(4, []), (17, [(3, []), (6, []), (1, [])])]),
@@ -279,6 +283,7 @@ def test_a_tree_has_the_gradient_of_the_dense_term(x64):
     np.testing.assert_allclose(evaluation.load, load, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_stop_balances_the_leaves_of_a_tree_by_the_counts_of_all(x64):
   shape = 21, [(19, [(4, []), (8, [])]), (7, [])]
   arguments = decoder, params, tree, weights = of_tree(shape, 41)
@@ -353,6 +358,7 @@ class Linear:
     return linear(log_probs_GT, weights_GT)
 
 
+@pytest.mark.exhaustive
 def test_padding_of_any_kind_changes_nothing(x64):
   decoder, params, group, weights = problem()
   schedule = br.Schedule(chunk_size=4, branches_at_once=2)
@@ -374,6 +380,7 @@ def test_padding_of_any_kind_changes_nothing(x64):
     np.testing.assert_allclose(wide.load, narrow.load, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_several_trees_share_the_term(x64):
   arguments = decoder, params, tree, weights = of_tree(
       (21, [(9, [(4, []), (3, [])]), (5, [])]), 30
@@ -402,6 +409,7 @@ def test_coefficients_that_mean_nothing_are_refused():
     )
 
 
+@pytest.mark.exhaustive
 def test_without_a_coefficient_there_is_no_load():
   decoder, params = tiny.model(tiny.ARCHITECTURES["experts"])
   group = tiny.group()

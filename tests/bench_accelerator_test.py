@@ -18,6 +18,7 @@ def small(**changes):
   return config
 
 
+@pytest.mark.exhaustive
 def test_a_benchmark_writes_what_it_promises(tmp_path):
   results = bench_accelerator.run(small(), tmp_path)
   written = json.loads((tmp_path / "results.json").read_text())

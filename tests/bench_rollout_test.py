@@ -16,6 +16,7 @@ from experiments import bench_rollout
 from tests import tiny
 
 
+@pytest.mark.exhaustive
 def test_a_benchmark_writes_what_it_promises(tmp_path):
   config = config_file.get_config("tiny")
   results = bench_rollout.run(config, tmp_path)

@@ -91,6 +91,7 @@ def test_rates_by_hand():
   assert run["share_of_matrix"] == pytest.approx(0.4)
 
 
+@pytest.mark.exhaustive
 def test_a_case_is_measured_once_and_all_is_written(tmp_path, monkeypatch):
   config = small()
   results = bench_step.run(config, tmp_path)

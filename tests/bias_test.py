@@ -84,6 +84,7 @@ def byte_model(*_):
   )
 
 
+@pytest.mark.exhaustive
 def test_the_batch_study_writes_what_it_promises(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(bias_sweep.load_lib, "load", byte_model)
   config = batch_config.get_config("tiny")
@@ -178,6 +179,7 @@ def test_shares_by_hand():
   )
 
 
+@pytest.mark.exhaustive
 def test_the_training_study_writes_what_it_promises(tmp_path):
   config = training_config.get_config("tiny")
   results = bias_training.run(config, tmp_path)

@@ -14,6 +14,7 @@ from experiments.reporting import comparisons
 from tests import tiny
 
 
+@pytest.mark.exhaustive
 def test_a_comparison_writes_what_it_promises(tmp_path):
   config = trees_config.get_config("tiny")
   results = compare_trees.run(config, tmp_path)

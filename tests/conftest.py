@@ -1,6 +1,12 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Strict modes for all tests."""
+"""Strict modes for all tests, and the two tiers.
+
+`make test` runs the quick tier: every invariant, in minutes. `make test-all`
+adds the exhaustive one: grids of architectures, schedules and devices, and runs
+of whole experiments. A test marked `exhaustive` is in the second tier, but for
+those of its cases whose id contains a text named by `but`.
+"""
 
 import os
 import pathlib
@@ -19,6 +25,39 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_addoption(parser):
+  parser.addoption(
+      "--tier", choices=("quick", "exhaustive", "all"), default="all",
+      help="which tests are run, see tests/conftest.py",
+  )
+
+
+def pytest_configure(config):
+  config.addinivalue_line(
+      "markers", "exhaustive(but=()): not in the quick tier, see conftest.py"
+  )
+
+
+def pytest_collection_modifyitems(config, items):
+  tier = config.getoption("--tier")
+  if tier == "all":
+    return
+  chosen = [x for x in items if _is_exhaustive(x) == (tier == "exhaustive")]
+  left_out = [x for x in items if _is_exhaustive(x) != (tier == "exhaustive")]
+  config.hook.pytest_deselected(items=left_out)
+  items[:] = chosen
+
+
+def _is_exhaustive(item) -> bool:
+  mark = item.get_closest_marker("exhaustive")
+  if mark is None:
+    return False
+  but = mark.kwargs.get("but", ())
+  kept = (but,) if isinstance(but, str) else but
+  case = item.name.partition("[")[2]
+  return not any(text in case for text in kept)
 
 
 @pytest.fixture

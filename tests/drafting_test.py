@@ -250,6 +250,7 @@ def small():
   return tiny.model(CONFIG)
 
 
+@pytest.mark.exhaustive(but="learned")
 @pytest.mark.parametrize("kind", ("ngram", "learned"))
 def test_a_run_with_drafts_has_the_rewards_of_one_without(kind, tmp_path, x64):
   model, params = tiny.model(tiny.in_float64(CONFIG))
@@ -273,6 +274,7 @@ def test_a_run_with_drafts_has_the_rewards_of_one_without(kind, tmp_path, x64):
   assert {one["draft_length"] for one in decisions} == {0, 2}
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_goes_on_has_its_drafter_again(tmp_path):
   model, params = small()
   before, after = (run_of(model, "learned", steps=n) for n in (2, 3))

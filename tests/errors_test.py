@@ -177,6 +177,7 @@ def test_a_state_of_another_prompt_or_schedule_is_refused():
     br.log_probs(decoder, params, group, state=kept)
 
 
+@pytest.mark.exhaustive
 def test_extending_a_state_equals_capturing_the_whole_prompt(x64):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group(prompt=20)

@@ -40,6 +40,7 @@ def test_every_experiment_imports_under_a_notebook():
   subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_comparison_writes_what_it_promises(tmp_path):
   config = small()
   config.modes = ("full", "exact", "stop", "sampled")

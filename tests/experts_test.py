@@ -150,6 +150,7 @@ def test_a_token_chooses_within_the_best_groups(x64):
   np.testing.assert_array_equal(ops.choose(by_best, logits, low), [[4, 5]])
 
 
+@pytest.mark.exhaustive(but="expert groups")
 @pytest.mark.parametrize("name, activations, chunk_size", (
     ("expert groups", "keep", 4), ("windows", "recompute", 5),
     ("qwen3 next", "recompute_layers", 3),
@@ -168,6 +169,7 @@ def test_every_policy_gives_the_dense_gradient(
     assert leaf.any() == ("correction" not in path), path
 
 
+@pytest.mark.exhaustive
 def test_two_devices_give_the_dense_gradient(x64):
   decoder, params, group, weights = problem(CONFIGS["expert groups"])
   wanted = dense_gradient(CONFIGS["expert groups"])
@@ -180,6 +182,7 @@ def test_two_devices_give_the_dense_gradient(x64):
   assert tiny.worst(found, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_stop_equals_dense_with_a_stopped_prefix(x64):
   decoder, params, group, weights = problem(EXPERTS)
   wanted = gradient_test.stopped_dense_gradient(decoder, params, group, weights)
@@ -192,6 +195,7 @@ def test_stop_equals_dense_with_a_stopped_prefix(x64):
   assert tiny.worst(found, dense_gradient(EXPERTS)) > 0.1
 
 
+@pytest.mark.exhaustive
 def test_the_host_loop_gives_the_dense_gradient(x64):
   decoder, params, group, weights = problem(EXPERTS)
   wanted = dense_gradient(EXPERTS)

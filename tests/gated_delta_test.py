@@ -112,6 +112,7 @@ def test_steps_equal_the_recurrence(x64):
   close((jnp.concatenate(outputs, axis=1), left), (out, expected))
 
 
+@pytest.mark.exhaustive(but="2")
 @pytest.mark.parametrize("branches", (1, 2))
 def test_padding_leaves_no_trace(x64, branches):
   """Neither in outputs nor in what is left behind, nor in any gradient."""

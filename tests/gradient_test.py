@@ -49,6 +49,7 @@ def by_autodiff(decoder, params, group, weights, **options):
   )(params)
 
 
+@pytest.mark.exhaustive(but=("gemma3", "qwen3.5", "deepseek"))
 # Two that differ from "yarn" in the constants of RoPE alone.
 @pytest.mark.parametrize(
     "name", sorted(tiny.ARCHITECTURES.keys() - {"linear", "llama3"})
@@ -70,6 +71,11 @@ def test_exact_and_full_equal_dense_for_every_architecture(x64, name):
     )
 
 
+@pytest.mark.exhaustive(
+    but=("recompute, chunks of 4",
+         "keep, chunks of 5",
+         "recompute layers, chunks of 7")
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_exact_equals_dense_for_every_schedule(x64, name):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
@@ -195,6 +201,7 @@ def test_order_of_branches_does_not_matter(x64):
   np.testing.assert_allclose(moved, log_probs[order], atol=1e-13)
 
 
+@pytest.mark.exhaustive
 def test_stacked_groups_equal_the_sum_of_their_gradients(x64):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   groups = [
@@ -254,6 +261,7 @@ def test_padding_changes_nothing(x64):
   assert tiny.worst(longer, gradient) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_tails_of_nothing_give_zeros_and_a_zero_gradient():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group(tails=(0, 0))
@@ -346,6 +354,7 @@ def test_chunks_are_equal_and_hold_the_prefix():
       assert state_lib.chunks(count * size, at_most) == (count, size)
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_parameters_have_gradients_summed_in_float32():
   # Chunks of the readout must not be rounded to bfloat16 one by one.
   config = dataclasses.replace(tiny.BASE, param_dtype="bfloat16")

@@ -17,6 +17,7 @@ from branch_replay.engine import hosted
 from tests import tiny
 
 
+@pytest.mark.exhaustive(but="exact-recompute_layers-1")
 @pytest.mark.parametrize(
     "mode,activations,devices",
     [
@@ -167,6 +168,7 @@ def test_a_device_without_host_memory_is_refused(monkeypatch):
     host_memory.zeros(jax.ShapeDtypeStruct((2,), "float32"))
 
 
+@pytest.mark.exhaustive(but="full")
 @pytest.mark.parametrize("mode", ("full", "sampled"))
 def test_other_modes_equal_the_compiled_loops(x64, mode):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
@@ -193,6 +195,7 @@ def test_other_modes_equal_the_compiled_loops(x64, mode):
     )
 
 
+@pytest.mark.exhaustive
 def test_what_the_hosted_driver_does_not_run():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()

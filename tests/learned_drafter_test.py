@@ -43,6 +43,7 @@ def test_a_rollout_does_not_change_with_a_learned_drafter(x64):
   speculative_test.check_same(result, speculative_test.plain())
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_of_one_token_leaves_it_nothing_to_attend_to():
   config = tiny.ARCHITECTURES["one layer"]
   decoder, params = tiny.model(config)
@@ -55,6 +56,7 @@ def test_a_prompt_of_one_token_leaves_it_nothing_to_attend_to():
   np.testing.assert_array_equal(result.tokens, plain.tokens)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ("window and full", "expert groups"))
 def test_a_model_whose_layers_differ_has_none(name):
   with pytest.raises(ValueError, match="this model's differ"):
@@ -101,6 +103,7 @@ def test_after_an_update_of_the_model_it_goes_on_with_the_new_head(x64):
   assert not np.array_equal(plain.tokens, speculative_test.plain().tokens)
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_that_predicts_the_hidden_state_is_always_right():
   """In a model of no layers that is the embedding of the token of the item.
 

@@ -18,6 +18,7 @@ def config(tmp_path):
   return config
 
 
+@pytest.mark.exhaustive
 def test_variants_share_a_warm_up_and_are_kept(tmp_path, config, monkeypatch):
   results = learning_curves.run(config, tmp_path / "run")
   exact, stop = results["runs"]

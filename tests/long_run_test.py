@@ -12,6 +12,7 @@ from configs import long_run as config_file
 from experiments import long_run
 
 
+@pytest.mark.exhaustive
 def test_a_hybrid_run_writes_what_it_promises(tmp_path):
   config = config_file.get_config("hybrid")
   config.update({"prefix": 63, "chunk_size": 32, "tail_tokens": 8})

@@ -114,6 +114,7 @@ def test_buckets_waste_at_most_a_sixteenth():
   assert len(buckets) <= 17
 
 
+@pytest.mark.exhaustive
 def test_the_budget_counts_what_autodiff_holds():
   # Between the forward and the backward pass of `replay` all tails' activations
   # would be held, so a budget for one of them must not choose to keep them.

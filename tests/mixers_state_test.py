@@ -26,6 +26,7 @@ from tests import mixers_test
 from tests import tiny
 
 
+@pytest.mark.exhaustive(but="deepseek")
 @pytest.mark.parametrize(
     "name", ("gemma3", "deepseek", "qwen3.5", "expert groups")
 )
@@ -33,6 +34,7 @@ def test_sampled_tokens_are_drawn_as_the_whole_model_would(x64, name):
   mixer_suite.decoding_is_the_forward_pass(mixers_test.config_of(name))
 
 
+@pytest.mark.exhaustive(but=("hybrid", "latent"))
 @pytest.mark.parametrize(
     "name", ("window and full", "latent", "hybrid", "experts")
 )
@@ -86,6 +88,7 @@ def test_states_of_windows_and_recurrences_do_not_grow_with_the_prefix():
   assert sum(x.size for x in jax.tree.leaves(cotangent)) == of_position * 7
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_holds_what_chunks_keep_of_a_window(monkeypatch):
   """Of 256 positions of a chunk 32, and no cotangent of them."""
   config = dataclasses.replace(
@@ -136,6 +139,7 @@ def test_plan_and_flops_count_what_there_is():
   )
 
 
+@pytest.mark.exhaustive(but="hybrid")
 @pytest.mark.parametrize("name", ("window and full", "hybrid"))
 def test_an_extended_state_is_replayed_but_not_popped(x64, name):
   decoder, params, group, _ = mixers_test.problem(name)
@@ -155,6 +159,7 @@ def test_an_extended_state_is_replayed_but_not_popped(x64, name):
     br.log_probs(decoder, params, group, state=state)
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_other_chunks_is_refused():
   decoder, params = tiny.model(tiny.ARCHITECTURES["hybrid"])
   group = tiny.group(20)

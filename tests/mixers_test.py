@@ -53,6 +53,7 @@ def shapes_of(config):
   )["params"]
 
 
+@pytest.mark.exhaustive(but="hybrid-keep")
 @pytest.mark.parametrize("name, activations, chunk_size", (
     ("hybrid", "keep", 4), ("hybrid", "recompute_layers", 7),
     ("mistral", "recompute", 2),
@@ -66,6 +67,7 @@ def test_every_policy_gives_the_dense_gradient(
   ))
 
 
+@pytest.mark.exhaustive
 def test_autodiff_and_the_host_loop_give_the_dense_gradient(x64):
   decoder, params, group, weights = problem("hybrid")
   wanted = tiny.dense_gradient(decoder, params, group, weights)
@@ -82,6 +84,7 @@ def test_autodiff_and_the_host_loop_give_the_dense_gradient(x64):
   assert tiny.worst(by_host, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive(but="deepseek")
 @pytest.mark.parametrize("name", ("gemma3", "deepseek", "qwen3.5"))
 def test_eight_devices_give_the_dense_gradient(x64, name):
   # Tails of 12 straddle the devices; 2 heads leave six of them without one.
@@ -95,6 +98,7 @@ def test_eight_devices_give_the_dense_gradient(x64, name):
   assert tiny.worst(found, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_no_collective_carries_a_prefix_of_latents(monkeypatch):
   """Nor of a window or a recurrence, which have no axis for it."""
   config = dataclasses.replace(
@@ -129,6 +133,7 @@ def test_padding_changes_nothing(x64):
   assert tiny.worst(found, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive(but="hybrid")
 @pytest.mark.parametrize("name", ("latent", "hybrid", "expert groups"))
 def test_bfloat16_fits_together_and_gives_float32_gradients(name):
   """Traced alone: carries of loops keep their dtypes, there and back."""

@@ -58,6 +58,7 @@ def test_a_norm_from_one_starts_as_a_norm_of_scale_one():
   )
 
 
+@pytest.mark.exhaustive
 def test_a_model_from_one_is_the_model_of_its_scales(x64):
   """Every norm but that inside of delta layers has its scale less 1."""
   for name in ("qwen3.5", "gemma3"):

@@ -218,6 +218,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.exhaustive(but="gated_delta")
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixers_agree_with_transformers(x64, name):
   """A whole layer's mixer as segments run it, and all its gradients."""

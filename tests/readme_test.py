@@ -46,6 +46,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
     assert there <= set(links), there - set(links)
 
 
+@pytest.mark.exhaustive
 def test_the_example_runs():
   (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
   scope = {}

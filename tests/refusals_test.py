@@ -852,6 +852,7 @@ def test_advice_about_models_works_when_it_is_followed():
   spec_lib.Spec(recurrent, prefix_gradient=mode)
 
 
+@pytest.mark.exhaustive
 def test_advice_about_groups_and_states_works_when_it_is_followed():
   short, long = tiny.group(tails=(1,)), tiny.group(tails=(1, 2))
   (name,) = advice(

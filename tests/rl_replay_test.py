@@ -32,6 +32,7 @@ def near(log_probs_GT, scale, seed):
   return log_probs_GT + scale * jnp.asarray(noise_GT, log_probs_GT.dtype)
 
 
+@pytest.mark.exhaustive(but="gspo")
 @pytest.mark.parametrize(
     "objective,splits",
     [
@@ -193,6 +194,7 @@ def actor_critic_loss(outputs, answers, old_values_GT, returns_GT):
   )
 
 
+@pytest.mark.exhaustive
 def test_a_value_loss_and_an_entropy_bonus_are_sums_beside_the_policy_s(x64):
   decoder, params = tiny.model(CONFIG)
   random = np.random.default_rng(0)
@@ -232,6 +234,7 @@ def test_a_value_loss_and_an_entropy_bonus_are_sums_beside_the_policy_s(x64):
   assert tiny.worst(gradient, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_a_pair_as_two_branches_equals_two_rows(x64):
   decoder, params = tiny.model(CONFIG)
   tails = [[3, 1, 4, 1, 5], [9, 2]]

@@ -175,6 +175,7 @@ def test_the_plain_rollout_is_one_that_can_go_wrong():
   assert len(set(plain().lengths.tolist())) >= 4
 
 
+@pytest.mark.exhaustive(but=("Random", "NGram", "make2", "make3", "make4"))
 @pytest.mark.parametrize("make, length, compact", (
     (NGram, 2, False),
     (drafters.Random, 3, False),

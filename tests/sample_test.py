@@ -224,6 +224,7 @@ def rigged():
   )
 
 
+@pytest.mark.exhaustive(but=("llama", "latent"))
 @pytest.mark.parametrize(
     "name", ("llama", "hybrid", "window and full", "latent", "expert groups")
 )

@@ -113,6 +113,7 @@ def test_the_mean_over_all_masks_shows_a_missing_weight(x64, monkeypatch):
   assert tiny.worst(mean, exact_gradient()) > 0.05
 
 
+@pytest.mark.exhaustive
 def test_a_budget_of_all_chunks_is_the_exact_gradient(x64):
   decoder, params, group, weights = problem()
   for law in ("importance", "top"):
@@ -124,6 +125,7 @@ def test_a_budget_of_all_chunks_is_the_exact_gradient(x64):
     assert evaluation.prefix_pass.drawn.all()
 
 
+@pytest.mark.exhaustive
 def test_one_pass_and_autodiff_draw_the_same_chunks(x64):
   decoder, params, group, weights = problem()
   options = dict(
@@ -183,6 +185,7 @@ def test_probabilities_meet_the_budget_between_floor_and_cap():
     assert (np.diff(np.asarray(q)[order]) >= -1e-6).all()
 
 
+@pytest.mark.exhaustive
 def test_sampling_holds_no_second_copy_of_the_accumulator():
   exact = memory_test.temporaries(4096, 4)
   sampled = memory_test.temporaries(4096, 4, mode="sampled")

@@ -31,6 +31,7 @@ def gradient(decoder, params, group, schedule, mode, **options):
   return evaluation, grads
 
 
+@pytest.mark.exhaustive(but="exact")
 @pytest.mark.parametrize("mode", ["full", "exact", "sampled", "stop"])
 def test_eight_devices_equal_one(x64, mode):
   # 37 prefix positions; tails of 12 straddle the devices, one is a token long,
@@ -55,6 +56,7 @@ def test_eight_devices_equal_one(x64, mode):
     )
 
 
+@pytest.mark.exhaustive(but="recompute_layers-8")
 @pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("activations", ["keep", "recompute_layers"])
 def test_any_lengths_groups_and_device_counts(x64, devices, activations):
@@ -75,6 +77,7 @@ def test_any_lengths_groups_and_device_counts(x64, devices, activations):
   assert tiny.worst(grads, wanted) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_autodiff_and_a_captured_state_on_eight_devices(x64):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group(prompt=38, tails=(5, 3))
@@ -100,6 +103,7 @@ def test_autodiff_and_a_captured_state_on_eight_devices(x64):
     )
 
 
+@pytest.mark.exhaustive
 def test_placed_parameters_and_their_gradients_stay_sharded():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group(prompt=38)

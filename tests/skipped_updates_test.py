@@ -81,6 +81,7 @@ def test_a_skipped_update_makes_no_version_and_others_go_on():
   chex.assert_trees_all_equal(found.params, params)
 
 
+@pytest.mark.exhaustive
 def test_a_learner_says_what_narrow_parameters_lose():
   model, params = tiny.model(
       dataclasses.replace(SMALL, param_dtype="bfloat16")

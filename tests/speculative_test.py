@@ -77,6 +77,7 @@ def test_the_plain_rollout_is_one_that_can_go_wrong():
   np.testing.assert_array_equal(plain().accept_lengths, 1)
 
 
+@pytest.mark.exhaustive(but=("make", "Random", "oracle", "NGram"))
 @pytest.mark.parametrize("make, length, compact", (
     (drafters.Random, 3, False),
     (functools.partial(drafters.Random, 3), 3, False),

@@ -178,6 +178,7 @@ def test_a_learner_draws_the_chunks_of_every_group_by_its_place(x64, evenly):
   assert tiny.worst(found, jax.tree.map(jnp.add, *wanted)) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_autodiff_of_stacked_groups_draws_as_one_pass_does(x64, evenly):
   model, params, _ = by_hand.model_in_float64()
   groups, key = groups_of(model.config), jax.random.key(3)
@@ -225,6 +226,7 @@ def test_importance_weighs_what_it_draws_by_what_it_says_it_drew_with(x64):
   assert skipped
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [0, 1, 5])
 def test_a_tree_pulls_back_the_runs_that_are_drawn_and_those_with_loss(
     x64, evenly, seed

@@ -11,6 +11,7 @@ from branch_replay.devices import sharding
 from tests import tiny
 
 
+@pytest.mark.exhaustive
 def test_a_windowed_state_of_three_devices_gives_the_dense_gradient(x64):
   """A device's share of a chunk is shorter than that of a window."""
   config = dataclasses.replace(

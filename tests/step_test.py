@@ -53,6 +53,7 @@ def test_a_step_is_a_gradient_and_an_update(x64):
   )
 
 
+@pytest.mark.exhaustive(but="all")
 @pytest.mark.parametrize("trainable", ["all", "adapters"])
 def test_eight_devices_share_everything_and_agree_with_one(x64, trainable):
   model, params = tiny.model(tiny.in_float64(tiny.BASE))
@@ -79,6 +80,7 @@ def test_eight_devices_share_everything_and_agree_with_one(x64, trainable):
   assert moved == (trainable == "all")
 
 
+@pytest.mark.exhaustive
 def test_moments_in_bfloat16_follow_those_in_float32():
   model, params = tiny.model(tiny.BASE)
   group = tiny.group(prompt=12, tails=(5, 1, 3))
@@ -99,6 +101,7 @@ def test_moments_in_bfloat16_follow_those_in_float32():
   assert 1e-5 < far < 1e-2
 
 
+@pytest.mark.exhaustive
 def test_the_accumulator_rounds_where_it_is_asked_to():
   model, params = tiny.model(tiny.BASE)
   group = tiny.group(prompt=66, tails=(5, 1, 3))

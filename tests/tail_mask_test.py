@@ -90,6 +90,7 @@ def test_blocks_of_one_are_causal(x64):
   np.testing.assert_allclose(one[0], causal[0], atol=1e-14)
 
 
+@pytest.mark.exhaustive(but=("latent", "llama"))
 @pytest.mark.parametrize("name,mode", [
     ("window and full", "exact"), ("latent", "exact"), ("llama", "full"),
 ])
@@ -121,6 +122,7 @@ def test_later_inputs_of_a_block_are_seen_and_no_others():
   assert changed[2, 3:7].all()  # its own block from its start, and the next
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ("eight devices", "host loop"))
 def test_other_ways_to_run_give_the_same_gradient(x64, how):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))

@@ -49,6 +49,7 @@ def test_operations_of_the_parts_are_those_of_the_whole():
   assert of["rollout"] == pytest.approx(of["replay"] / 3)
 
 
+@pytest.mark.exhaustive
 def test_a_breakdown_writes_what_it_promises(tmp_path):
   config = config_file.get_config("tiny")
   results = time_breakdown.run(config, tmp_path)

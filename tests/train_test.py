@@ -176,6 +176,7 @@ def test_a_config_that_has_become_another_is_refused_by_its_fields(
     train.check_same(saved, config.to_dict(), tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_devices_goes_on(tmp_path, config):
   config.reinforce.hold = "nothing"
   config.reinforce.speculation.drafter = "none"
@@ -185,6 +186,7 @@ def test_another_number_of_devices_goes_on(tmp_path, config):
   assert train.run(config, tmp_path / "run") == rows
 
 
+@pytest.mark.exhaustive
 def test_a_terminated_run_saves_and_goes_on(tmp_path, config):
   command = [
       sys.executable, "-m", "experiments.train",

@@ -133,6 +133,7 @@ def test_exact_and_full_are_one_after_twenty_updates(x64):
   assert tiny.worst(stop, full) > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("algorithm", [
     algorithms.ProximalPolicy(objectives.ppo()),
     algorithms.Preference(preference.Dpo()),
@@ -169,6 +170,7 @@ def test_what_is_held_changes_nothing_and_the_first_ratio_is_one(x64, hold):
   assert tiny.worst(held.train_state.params, anew.train_state.params) <= 1e-9
 
 
+@pytest.mark.exhaustive
 def test_in_float32_the_sampler_agrees_with_the_trainer(small):
   model, params = small
   train_state = step_lib.create(jax.tree.map(jnp.copy, params), ADAM)
@@ -178,6 +180,7 @@ def test_in_float32_the_sampler_agrees_with_the_trainer(small):
   assert abs(scalars["ratio_max"] - 1) <= 1e-5
 
 
+@pytest.mark.exhaustive
 def test_updates_of_one_batch_move_the_ratio_and_capture_anew(small):
   model, params = small
 
@@ -256,6 +259,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, small):
       assert untimed(row) == untimed(other)
 
 
+@pytest.mark.exhaustive
 def test_the_reference_policy_survives_a_restart(tmp_path, small):
   """Of each phase its own, also where a phase that is over is resumed."""
   model, params = small
@@ -281,6 +285,7 @@ def test_the_reference_policy_survives_a_restart(tmp_path, small):
   assert rows == wanted and rows[3] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_value_head_appears_with_the_phase_that_reads_it(tmp_path, small):
   model, params = small
   run = run_of(model, algorithm=algorithms.ProximalPolicy(objectives.ppo()))
@@ -346,6 +351,7 @@ def test_saved_on_eight_devices_restored_on_one(tmp_path, small):
   assert len(jax.tree.leaves(again.params)[0].devices()) == 8
 
 
+@pytest.mark.exhaustive
 def test_eight_devices_learn_as_one_does(x64):
   model, params = tiny.model(tiny.in_float64(tiny.BASE))
   rollouts = dataclasses.replace(ROLLOUTS, hold="nothing")

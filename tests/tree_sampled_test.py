@@ -70,6 +70,7 @@ def mean_over_masks(problem, sampling, monkeypatch):
   return mean, expected
 
 
+@pytest.mark.exhaustive(but="llama")
 @pytest.mark.parametrize("name,law", [
     ("llama", "two"), ("window and full", "fewer"),
 ])
@@ -83,6 +84,7 @@ def test_the_mean_over_all_draws_is_the_exact_gradient(
   assert expected == pytest.approx(LAWS[law].chunks, abs=0.2)
 
 
+@pytest.mark.exhaustive
 def test_the_mean_over_all_draws_shows_a_missing_weight(x64, monkeypatch):
   monkeypatch.setattr(estimators, "weight", lambda q, drawn: 1.0)
   arguments = problem("mistral")  # a model that no other test has compiled
@@ -90,6 +92,7 @@ def test_the_mean_over_all_draws_shows_a_missing_weight(x64, monkeypatch):
   assert tiny.worst(mean, tree_test.dense_gradient(*arguments)) > 0.05
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("law", ("importance", "top"))
 def test_a_budget_of_all_runs_is_the_exact_gradient(x64, law):
   arguments = problem("llama")
@@ -100,6 +103,7 @@ def test_a_budget_of_all_runs_is_the_exact_gradient(x64, law):
   assert evaluation.prefix_pass.drawn.shape == (4,)
 
 
+@pytest.mark.exhaustive
 def test_one_pass_and_autodiff_draw_the_same_runs_on_any_devices(x64):
   arguments = decoder, params, tree, weights = problem("window and full")
   sampling = LAWS["fewer"]

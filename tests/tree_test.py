@@ -101,6 +101,7 @@ def problem(name="llama", shape=SHAPE):
   return decoder, params, tree, weights_of(tree)
 
 
+@pytest.mark.exhaustive(but=("llama", "hybrid"))
 @pytest.mark.parametrize(
     "name", ("llama", "window and full", "latent", "hybrid", "expert groups")
 )
@@ -114,6 +115,7 @@ def test_exact_equals_dense_for_every_mixer(x64, name):
   np.testing.assert_allclose(value, tiny.loss(dense, weights), rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_autodiff_gives_the_dense_gradient(x64):
   """A token that leaves share has the sum of their cotangents."""
   arguments = decoder, params, tree, weights = problem()
@@ -128,6 +130,7 @@ def test_autodiff_gives_the_dense_gradient(x64):
   np.testing.assert_allclose(seen[shared], by_hand, rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name,activations", [
     ("hybrid", "recompute_layers"), ("expert groups", "keep"),
 ])
@@ -140,6 +143,7 @@ def test_every_policy_gives_the_dense_gradient(x64, name, activations):
   assert tiny.worst(found, dense_gradient(*arguments)) <= TOLERANCE
 
 
+@pytest.mark.exhaustive
 def test_full_runs_every_sequence_on_its_own(x64):
   arguments = decoder, params, tree, weights = problem()
   program = program_lib.of_tree(tree, "full", chunk_size=7)
@@ -199,6 +203,7 @@ def test_stop_holds_constant_what_ancestors_left_behind(x64):
   assert tiny.worst(found, exact) > 0.1, "stop must be visibly biased here"
 
 
+@pytest.mark.exhaustive(but="mistral")
 @pytest.mark.parametrize(
     "name,devices", [("hybrid", 8), ("mistral", 3), ("experts", 2)]
 )
@@ -216,6 +221,7 @@ def test_several_devices_give_the_dense_gradient(x64, name, devices):
   np.testing.assert_allclose(tree.by_leaf(outputs), dense, atol=1e-12)
 
 
+@pytest.mark.exhaustive(but="stop")
 @pytest.mark.parametrize("mode", ("exact", "stop"))
 def test_a_tree_of_one_level_is_a_group_bit_for_bit(mode):
   decoder, params = tiny.model(tiny.BASE)
@@ -241,6 +247,7 @@ def test_a_tree_of_one_level_is_a_group_bit_for_bit(mode):
   chex.assert_trees_all_equal(tree.by_leaf(outputs)[:, 12:20], log_probs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ("hybrid", "window and full"))
 def test_in_stop_an_inner_segment_with_loss_is_a_tail_of_its_root(x64, name):
   decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES[name]))

@@ -128,6 +128,7 @@ def test_a_drafter_is_trained_in_float32():
   assert dtypes(trained.optimizer) == {"float32", "int32"}
 
 
+@pytest.mark.exhaustive
 def test_float32_parameters_give_what_the_file_gives_in_bfloat16():
   narrow, params = tiny.model(NARROW)
   wide = br.Decoder(dataclasses.replace(NARROW, param_dtype="float32"))
