@@ -89,7 +89,16 @@ class Spec:
     )
 
   def trained(self, params):
-    """The subtree of the parameters that gets a gradient."""
+    """Selects the parameters that get a gradient.
+
+    Args:
+      params: all parameters, a nested dict.
+
+    Returns:
+      `params` itself if `trainable` is "all"; if it is "adapters", a nested
+      dict of the same arrays with nothing but the adapters, empty if there are
+      none.
+    """
     return adapters.select(params, self.trainable)
 
   def outer(self, params):

@@ -214,12 +214,20 @@ def push(
 
 
 def save(config: config_lib.ModelConfig, mixer, size: int):
-  """Copies what popping a chunk will need of the state before it, by stack.
+  """Takes from a state what `restore` will need when a chunk is popped.
+
+  It stays in memory; nothing is written to a file. Stacks with a place for
+  every position need nothing, because a chunk does not overwrite what is before
+  it. A window gives its oldest slots, which the chunk pushes out, and a
+  recurrent stack all of its state, which the chunk replaces.
 
   Args:
     config: geometry of the model.
-    mixer: the mixer state before the chunk.
-    size: positions of the chunk on this device.
+    mixer: `PrefixState.mixer` before the chunk is pushed.
+    size: positions of the chunk on this device, its padding included.
+
+  Returns:
+    A tree with one entry for each stack, () where nothing is needed.
   """
   return pattern.over(
       config, lambda kind, stack: kinds.of(config, kind).save(stack, size),

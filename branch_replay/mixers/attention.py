@@ -76,7 +76,16 @@ class FullAttention(mixer.Mixer):
     return attend(*self.rotate(module, mixed, positions_GT))
 
   def zeros(self, count: int, slots: int, dtype):
-    """Keys and values of so many positions, [L, K, slots, D] each."""
+    """Makes keys and values that are all 0, for a stack of layers.
+
+    Args:
+      count: L, layers of the stack.
+      slots: places along the axis of positions.
+      dtype: dtype of both arrays.
+
+    Returns:
+      (keys, values), each [L, K, slots, D], with K and D of `slot_shape`.
+    """
     heads, size = self.slot_shape
     shape = count, heads, slots, size
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -270,7 +270,13 @@ class Mixer(abc.ABC):
 
   @abc.abstractmethod
   def weights(self) -> int:
-    """Numbers of the matrices that a token is multiplied by in one layer."""
+    """Counts the weights of one layer that a token is multiplied by.
+
+    They are the elements of all matrices, and of convolution filters, in
+    `project`, `mix` and `join`. The feed-forward, biases and scales of norms
+    are not counted. For planning: each weight costs a token 2 operations
+    forward.
+    """
 
   @abc.abstractmethod
   def operations(self, tokens: int, prefix: int) -> int:

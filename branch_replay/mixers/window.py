@@ -93,7 +93,11 @@ class SlidingWindow(full.FullAttention):
     return tuple(_older(x, chunk.tokens) for x in stack)
 
   def fit(self, stack: _Pair, here: int) -> _Pair:
-    """A window is of one size for any number of positions."""
+    """Returns the window unchanged: its size does not follow the capacity.
+
+    `empty` has given it slots enough for any capacity up to `sizes.room`, so
+    nothing is cut or padded for `here` positions.
+    """
     del here
     return stack
 
