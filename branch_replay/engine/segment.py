@@ -490,7 +490,14 @@ def settle(
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
-  """Embeds tokens: [G, T, M] in the compute dtype."""
+  """Looks up tokens in the embedding table: [G, T, M] in the compute dtype.
+
+  Args:
+    config: geometry of the model.
+    params: all parameters, or those outside the layers.
+    tokens_GT: i32 ids of this device's tokens.
+    layout: on which devices the table is.
+  """
   table_VM = params["embed"]["table"]
   x_GTM = layout.look_up(table_VM, tokens_GT, config.compute_dtype)
   return x_GTM * config.embedding_scale
@@ -499,7 +506,19 @@ def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
 def embed_backward(
     config: config_lib.ModelConfig, grads, tokens_GT, dx_GTM, layout: Layout
 ):
-  """Adds the cotangent of embedded tokens to the table, if it is trained."""
+  """Pulls the cotangent of `embed` back to the embedding table.
+
+  Args:
+    config: geometry of the model.
+    grads: gradients so far.
+    tokens_GT: the ids that were looked up.
+    dx_GTM: cotangent of what `embed` returned.
+    layout: as in `embed`.
+
+  Returns:
+    The gradients, that of the table updated; unchanged if "embed" is not among
+    them, because the table is not trained.
+  """
   if "embed" not in grads:
     return grads
   dx_GTM = dx_GTM * config.embedding_scale
