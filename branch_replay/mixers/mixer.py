@@ -88,7 +88,7 @@ class Mixer(abc.ABC):
     positional: whether all arrays of the state are [L, K, P, D], with a place
       for every position of the prefix, and the accumulator a tuple of such.
     recurrent: whether the state goes from token to token, so that padding must
-    be told from tokens: `segment.Context.lengths_G` is then never None.
+      be told from tokens: `segment.Context.lengths_G` is then never None.
     stage: the name of the parameters of `mix` among those of the layer.
     takes: how many of the projections are mixed, the first ones. `join` takes
       the others.
