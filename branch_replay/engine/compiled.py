@@ -27,7 +27,15 @@ from branch_replay.engine.spec import Spec
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def capture(spec: Spec, params, group, version, capacity=0):
-  """Captures the prefix state of one group."""
+  """Captures the prefix state of one group.
+
+  Args:
+    spec: model and schedule.
+    params: parameters.
+    group: the group; its tails are not read.
+    version: u32 to mark the state with.
+    capacity: positions to make room for; 0 for those of the prefix.
+  """
   here = functools.partial(_capture, spec, capacity)
   return spec.layout.over(here, ("params", "all", "all"), spec.state)(
       params, group, version
@@ -36,7 +44,18 @@ def capture(spec: Spec, params, group, version, capacity=0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def extend(spec: Spec, params, state, tokens, length):
-  """Appends padded tokens to a state, up to its new length `length`."""
+  """Runs more tokens on top of a state and appends them to it.
+
+  Args:
+    spec: model and schedule.
+    params: parameters.
+    state: a state with room to spare.
+    tokens: i32 ids, padded.
+    length: i32, positions of the state after the tokens, without their padding.
+
+  Returns:
+    The longer state, without what popping chunks would need.
+  """
   real = (length - state.length)[None]
   run = runs.Run(state.length, tokens[None], real, jnp.ones(1, jnp.int32))
   state = steps.extend(spec, params, state, run)
@@ -50,7 +69,19 @@ def extend(spec: Spec, params, state, tokens, length):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def forward(spec: Spec, keep, params, group, state):
-  """Runs a group forward: (outputs, state, activations for `backward`)."""
+  """Runs a group's tails forward, for `gradients.replay`.
+
+  Args:
+    spec: model, readout, mode and schedule.
+    keep: whether activations are returned for `backward`; ignored on several
+      devices, where the tails are run again.
+    params: parameters.
+    group: one group.
+    state: its captured prefix; None captures it here.
+
+  Returns:
+    The outputs [G, T, ...], the state (None in "full"), and the activations.
+  """
   # On several devices activations cannot be returned: tails are run again.
   keep = keep and spec.layout.devices == 1
   outs = "all", "all" if spec.whole else spec.state, "all"
@@ -62,7 +93,18 @@ def forward(spec: Spec, keep, params, group, state):
 
 @functools.partial(jax.jit, static_argnums=0)
 def backward(spec: Spec, params, group, state, key, kept, d_outputs):
-  """Pulls the cotangent of the outputs back, to the parameters' dtypes."""
+  """Pulls the cotangent of a group's outputs back to the parameters.
+
+  Args:
+    spec, params, group: as in `forward`.
+    state: the state that `forward` returned.
+    key: PRNG key, for "sampled".
+    kept: the activations that `forward` returned.
+    d_outputs: cotangent of the outputs.
+
+  Returns:
+    Gradients of all parameters, in the parameters' dtypes.
+  """
   ins = "params", "all", spec.state, "all", "all", "all"
   here = functools.partial(_backward, spec)
   return spec.layout.over(here, ins, "grads", params)(
@@ -74,7 +116,22 @@ def backward(spec: Spec, params, group, state, key, kept, d_outputs):
 def value_and_grad(
     spec: Spec, loss, params, group, args, state, key, share=1.0
 ):
-  """Computes `Evaluation` and gradient of one group or of stacked groups."""
+  """Computes loss and gradient of one group, or of stacked groups, in one pass.
+
+  Args:
+    spec: model, readout, mode and schedule.
+    loss: (outputs, *args) -> scalar, a sum over branches.
+    params: parameters.
+    group: one group, or stacked ones.
+    args: tuple of further arguments of the loss.
+    state: the captured prefix of one group; None captures it here.
+    key: PRNG key for "sampled"; else None.
+    share: factor on the load-balance term.
+
+  Returns:
+    An `Evaluation` or `Balanced`; and gradients like `spec.trained(params)`, at
+    least float32.
+  """
   here = functools.partial(_value_and_grad, spec, loss)
   ins = "params", "all", "all", spec.state, "all", "all"
   outs = "all", "grads"

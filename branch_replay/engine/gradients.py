@@ -343,7 +343,16 @@ def plan_tree(
     model, tree, readout, prefix_gradient, schedule,
     sampling=Sampling(), trainable="all", balance=0.0,
 ) -> tuple[Spec, program_lib.Program]:
-  """Builds the spec of a tree's gradient, and the program of the tree."""
+  """Builds the spec of a tree's gradient, and the program of the tree.
+
+  Args:
+    model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
+      in `value_and_grad`.
+    tree: the tree.
+
+  Returns:
+    The spec, with its activation policy chosen, and the program.
+  """
   spec = Spec(
       model, readout, prefix_gradient, schedule, sampling, trainable, balance
   )

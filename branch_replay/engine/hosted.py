@@ -213,9 +213,11 @@ class Draws:
   accumulated cotangent. Every other run is drawn when it is closed, with a
   probability that is fixed before the draw, see `estimators`. The runs of a
   path are closed deepest first, so the cotangent of a run is complete when it
-  is drawn, and the expectation is the exact gradient. The budget (how many runs
-  to pull back, in expectation) is divided by number of runs between those that
-  are open, whose cotangents have a known size, and those not opened yet.
+  is drawn, and the expectation is the exact gradient.
+
+  The budget is how many runs to pull back, in expectation. At a draw it is
+  divided between the runs that are open, whose cotangents have a known size,
+  and those that are not opened yet, in proportion to their numbers.
   """
 
   def __init__(self, spec: Spec, program: Program, key):
@@ -226,6 +228,7 @@ class Draws:
     self._open, self._started, self._found = [], 0, {}
 
   def opened(self, run):
+    """Notes that a run was pushed."""
     self._open.append((run, None if run.read else self._started))
     self._started += run.read is None
 
@@ -246,13 +249,18 @@ class Draws:
     )
 
   def closed(self, report):
-    """Records how the draw of that run went: a scalar `PrefixPass`, or None."""
+    """Notes that the run opened last was popped.
+
+    Args:
+      report: how its draw went, a `PrefixPass` of scalars; None without a draw.
+    """
     number = self._open.pop()[1]
     if number is not None:
       self._found[number] = report
       self._budget = self._budget - report.probability
 
   def report(self) -> estimators.PrefixPass | None:
+    """Returns the `PrefixPass` of all drawn runs, in the order of opening."""
     found = [self._found[number] for number in range(self._count)]
     return jax.tree.map(lambda *x: jnp.stack(x), *found) if found else None
 

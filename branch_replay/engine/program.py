@@ -167,9 +167,9 @@ def of_tree(
   Args:
     tree: the tree.
     mode: "full" visits each sequence whole, on an empty state. "stop" pushes
-      every inner segment, however short, so that what a segment holds constant
-      ends with its parent, and pushes those with outputs uncut. Other modes
-      push inner segments in chunks.
+      every inner segment, however short, so that a segment treats all that its
+      ancestors left behind as constant; inner segments with outputs are pushed
+      in one piece. Other modes push inner segments in chunks.
     chunk_size: most tokens of an inner segment that are run at a time.
     at_once: most leaves that are run side by side; None for all of a parent.
     devices: how many devices share the tokens.

@@ -128,7 +128,8 @@ def layers_bytes(config: config_lib.ModelConfig) -> int:
 
 
 def input_bytes(config: config_lib.ModelConfig) -> int:
-  """Bytes that one token's layer inputs and expert choices take in all."""
+  """Bytes that one token's layer inputs and expert choices take in all layers.
+  """
   itemsize = jnp.dtype(config.compute_dtype).itemsize
   return sum(
       part.count * len(part.kinds)

@@ -460,18 +460,26 @@ def decode(
 def settle(
     config: config_lib.ModelConfig, layer_params, caches, left, taken_G
 ):
-  """Settles the caches on the tokens that each branch accepts.
+  """Advances the caches by the tokens that each branch accepts.
+
+  In speculative sampling `decode` runs T tokens of every branch at once, and a
+  branch may accept only the first few of them. Attention layers need no change:
+  the slots of rejected tokens are not read, and later tokens overwrite them. A
+  recurrent layer cannot take tokens out of its state again, so for T > 1
+  `decode` leaves its cache as it was before the T tokens; here the accepted
+  ones are run once more from there. For T = 1 all built-in layers return their
+  caches unchanged, whatever `taken_G` is.
 
   Args:
     config: geometry of the model.
-    layer_params: as in `decode`.
-    caches: the caches that `decode` returned.
-    left: the last result of `decode`.
-    taken_G: i32, how many of the T tokens, counted from the first, each branch
-      accepts.
+    layer_params: the parameters under "layers".
+    caches: the caches that `decode` returned, by stack.
+    left: the third value that the same call of `decode` returned, by stack.
+    taken_G: i32, how many of the T tokens each branch accepts, 0 to T, counted
+      from the first.
 
   Returns:
-    The caches.
+    The caches after the accepted tokens, for the next call of `decode`.
   """
   def of_stack(kind, params, caches, left):
     mixer = kinds.of(config, kind)
@@ -482,7 +490,14 @@ def settle(
 
 
 def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
-  """Embeds tokens: [G, T, M] in the compute dtype."""
+  """Looks up tokens in the embedding table: [G, T, M] in the compute dtype.
+
+  Args:
+    config: geometry of the model.
+    params: all parameters, or those outside the layers.
+    tokens_GT: i32 ids of this device's tokens.
+    layout: on which devices the table is.
+  """
   table_VM = params["embed"]["table"]
   x_GTM = layout.look_up(table_VM, tokens_GT, config.compute_dtype)
   return x_GTM * config.embedding_scale
@@ -491,7 +506,19 @@ def embed(config: config_lib.ModelConfig, params, tokens_GT, layout: Layout):
 def embed_backward(
     config: config_lib.ModelConfig, grads, tokens_GT, dx_GTM, layout: Layout
 ):
-  """Adds the cotangent of embedded tokens to the table, if it is trained."""
+  """Pulls the cotangent of `embed` back to the embedding table.
+
+  Args:
+    config: geometry of the model.
+    grads: gradients so far.
+    tokens_GT: the ids that were looked up.
+    dx_GTM: cotangent of what `embed` returned.
+    layout: as in `embed`.
+
+  Returns:
+    The gradients, that of the table updated; unchanged if "embed" is not among
+    them, because the table is not trained.
+  """
   if "embed" not in grads:
     return grads
   dx_GTM = dx_GTM * config.embedding_scale

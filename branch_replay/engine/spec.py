@@ -89,16 +89,26 @@ class Spec:
     )
 
   def trained(self, params):
-    """The subtree of the parameters that gets a gradient."""
+    """Selects the parameters that get a gradient.
+
+    Args:
+      params: all parameters, a nested dict.
+
+    Returns:
+      `params` itself if `trainable` is "all"; if it is "adapters", a nested
+      dict of the same arrays with nothing but the adapters, empty if there are
+      none.
+    """
     return adapters.select(params, self.trainable)
 
   def outer(self, params):
-    """Parameters outside the layers, gathered except vocabulary tables."""
+    """Gathers the parameters outside the layers, but not the vocabulary tables.
+    """
     return self.layout.gather("", segment.outer(params))
 
   @property
   def state(self) -> state_lib.PrefixState:
-    """A state whose fields say how devices share them, for `Layout.over`."""
+    """How devices share each field of a prefix state, see `state.kinds_of`."""
     return state_lib.kinds_of(self.layout.devices)
 
   def chunks(self, positions: int) -> state_lib.Chunks:
@@ -108,13 +118,17 @@ class Spec:
     )
 
   def at_once(self, branches: int) -> int:
-    """How many of a group's branches are run side by side."""
+    """How many of a group's `branches` branches are run side by side."""
     if self.whole:
       return 1
     return min(self.schedule.branches_at_once or branches, branches)
 
   def settled(self, prefix: int, row_tokens: int, held_tokens: int) -> "Spec":
-    """The spec with its activation policy chosen by `Schedule.policy`."""
+    """Returns the spec with an activation policy, chosen by `Schedule.policy`.
+
+    Args:
+      prefix, row_tokens, held_tokens: as in `Schedule.policy`.
+    """
     policy = self.schedule.policy(
         self.config, prefix, row_tokens, held_tokens
     )

@@ -214,12 +214,20 @@ def push(
 
 
 def save(config: config_lib.ModelConfig, mixer, size: int):
-  """Copies what popping a chunk will need of the state before it, by stack.
+  """Takes from a state what `restore` will need when a chunk is popped.
+
+  It stays in memory; nothing is written to a file. Stacks with a place for
+  every position need nothing, because a chunk does not overwrite what is before
+  it. A window gives its oldest slots, which the chunk pushes out, and a
+  recurrent stack all of its state, which the chunk replaces.
 
   Args:
     config: geometry of the model.
-    mixer: the mixer state before the chunk.
-    size: positions of the chunk on this device.
+    mixer: `PrefixState.mixer` before the chunk is pushed.
+    size: positions of the chunk on this device, its padding included.
+
+  Returns:
+    A tree with one entry for each stack, () where nothing is needed.
   """
   return pattern.over(
       config, lambda kind, stack: kinds.of(config, kind).save(stack, size),
@@ -228,7 +236,17 @@ def save(config: config_lib.ModelConfig, mixer, size: int):
 
 
 def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
-  """Rebuilds `rest_of` the state as it was before the chunk pushed last."""
+  """Rebuilds the stacks that pushing a chunk overwrote, as they were before it.
+
+  Args:
+    config: geometry of the model.
+    state: the state after the chunk that was pushed last.
+    saved: what `save` returned before the chunk was pushed.
+    chunk: where the chunk stands, a `sizes.Chunk`.
+
+  Returns:
+    `rest_of` the mixer state before the chunk.
+  """
   return pattern.over(
       config,
       lambda kind, stack, saved: ()
@@ -241,7 +259,12 @@ def restore(config: config_lib.ModelConfig, state: PrefixState, saved, chunk):
 def rest_of(config: config_lib.ModelConfig, mixer):
   """Keeps the stacks without a place for every position; empties the others.
 
-  `mixer` is a mixer state or its cotangent.
+  Args:
+    config: geometry of the model.
+    mixer: `PrefixState.mixer`, or its cotangent.
+
+  Returns:
+    The same tree, with () for each stack that has a place for every position.
   """
   return pattern.over(
       config,
@@ -251,7 +274,13 @@ def rest_of(config: config_lib.ModelConfig, mixer):
 
 
 def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
-  """Replaces the `rest_of` a mixer state or its cotangent by `rest`."""
+  """Replaces the stacks without a place for every position.
+
+  Args:
+    config: geometry of the model.
+    mixer: `PrefixState.mixer`, or its cotangent.
+    rest: a tree as `rest_of` returns it, with the stacks to put in.
+  """
   return pattern.over(
       config,
       lambda kind, stack, other: stack
@@ -261,7 +290,7 @@ def with_rest_of(config: config_lib.ModelConfig, mixer, rest):
 
 
 def with_rest(config: config_lib.ModelConfig, state: PrefixState, rest):
-  """Replaces the `rest_of` a state's mixer state by `rest`."""
+  """`with_rest_of` for the mixer state inside a `PrefixState`."""
   return dataclasses.replace(
       state, mixer=with_rest_of(config, state.mixer, rest)
   )
@@ -297,7 +326,13 @@ def extend(
 
 
 def skip(config: config_lib.ModelConfig, accumulator, chunk):
-  """Updates the accumulator for a chunk that "sampled" does not pull back."""
+  """Updates the accumulator for a chunk that "sampled" does not pull back.
+
+  Args:
+    config: geometry of the model.
+    accumulator: accumulated cotangent of the state that includes the chunk.
+    chunk: where the chunk stands, a `sizes.Chunk`.
+  """
   return pattern.over(
       config,
       lambda kind, stack: kinds.of(config, kind).skip(stack, chunk),
@@ -306,7 +341,10 @@ def skip(config: config_lib.ModelConfig, accumulator, chunk):
 
 
 def places(config: config_lib.ModelConfig, accumulator) -> int:
-  """Positions an accumulator has on this device; 0 if no stack has places."""
+  """How many places for positions an accumulator's arrays have on this device.
+
+  It is 0 if no stack has a place for every position.
+  """
   for kind, stack in pattern.leaves(config, accumulator):
     if kinds.of(config, kind).positional:
       return stack[0].shape[2]
@@ -327,7 +365,13 @@ def complete(
 
 
 def kinds_of(devices: int) -> PrefixState:
-  """A state with, for each field, how devices share it; see `Layout.over`."""
+  """Makes a `PrefixState` that has words in place of arrays, for `Layout.over`.
+
+  Each word says how devices share the field that it stands in.
+
+  Args:
+    devices: how many devices share the state.
+  """
   return PrefixState(
       "mixer", "all", "all", "all", None, "stacked", "mixer", devices
   )

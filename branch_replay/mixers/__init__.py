@@ -1,6 +1,7 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of layer there are; a subclass of any may stand beside them."""
+"""The kinds of layer. A model may also have subclasses of them, or of `Mixer`.
+"""
 
 from branch_replay.mixers.attention import FullAttention
 from branch_replay.mixers.delta import GatedDeltaMixer

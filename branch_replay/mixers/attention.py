@@ -22,8 +22,8 @@ from branch_replay.ops import attention
 class FullAttention(mixer.Mixer):
   """Every token attends to all before it, and to itself.
 
-  A variant may override `rotate`, which makes what attention reads, and keep
-  everything else.
+  A subclass may override `rotate`, which makes the queries, keys and values
+  that attention reads, and inherit everything else.
   """
 
   positional, recurrent = True, False
@@ -42,7 +42,7 @@ class FullAttention(mixer.Mixer):
 
   @property
   def slot_shape(self) -> tuple[int, int]:
-    """(K, D): key heads and the numbers of one in an array of the state."""
+    """(K, D) of the state's arrays: key heads, and the width of a head."""
     return self.config.num_kv_heads, self.config.head_dim
 
   def project(self) -> nn.Module:
@@ -55,12 +55,12 @@ class FullAttention(mixer.Mixer):
     return layers.Join(self.config)
 
   def rotate(self, module: nn.Module, mixed, positions_GT):
-    """Queries, keys and values as attention reads them.
+    """Makes the queries, keys and values that attention reads.
 
     Args:
-      module: what `mix` made, with its parameters.
+      module: what `mix` made, bound to its parameters.
       mixed: the first `takes` projections.
-      positions_GT: i32.
+      positions_GT: i32, absolute positions of the tokens.
 
     Returns:
       q_KGRTD, k_KGTD, v_KGTD.
@@ -68,7 +68,7 @@ class FullAttention(mixer.Mixer):
     return module(*mixed, positions_GT)
 
   def heads(self, params, mixed, positions_GT):
-    """`rotate` with the parameters of `stage`."""
+    """Calls `rotate` with the parameters named `stage`."""
     rotate = nn.apply(self.rotate, self.mix())
     return rotate({"params": params}, mixed, positions_GT)
 
@@ -76,7 +76,16 @@ class FullAttention(mixer.Mixer):
     return attend(*self.rotate(module, mixed, positions_GT))
 
   def zeros(self, count: int, slots: int, dtype):
-    """Keys and values of so many positions, [L, K, slots, D] each."""
+    """Makes keys and values that are all 0, for a stack of layers.
+
+    Args:
+      count: L, layers of the stack.
+      slots: places along the axis of positions.
+      dtype: dtype of both arrays.
+
+    Returns:
+      (keys, values), each [L, K, slots, D], with K and D of `slot_shape`.
+    """
     heads, size = self.slot_shape
     shape = count, heads, slots, size
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
@@ -94,16 +103,19 @@ class FullAttention(mixer.Mixer):
     return places.extend(stack, present, chunk)
 
   def save(self, stack, size: int):
-    """Nothing: a segment does not see past its own prefix."""
+    """Returns (), because a chunk overwrites nothing that was before it."""
     del stack, size
     return ()
 
   def restore(self, stack, saved, chunk: sizes_lib.Chunk):
+    """Returns the state unchanged: segments do not read past their own prefix.
+    """
     del saved, chunk
     return stack
 
   def skip(self, stack, chunk: sizes_lib.Chunk):
-    """The cotangents of other chunks stay where they are."""
+    """Returns the accumulator unchanged: other chunks have places of their own.
+    """
     del chunk
     return stack
 
@@ -111,11 +123,17 @@ class FullAttention(mixer.Mixer):
     return places.fit(stack, here)
 
   def reach(self, at: mixer.OnPrefix):
-    """How far a segment sees: slots of the prefix, and `attention.Window`."""
+    """Says which places of the prefix a segment sees.
+
+    Returns:
+      How many of the first places it sees, and an `attention.Window` if each
+      token sees only some of these; None if it sees them all.
+    """
     return at.context.prefix_length, None
 
   def forward(self, at: mixer.OnPrefix, params, mixed):
-    """Keeps the log-sum-exp of the scores for `backward`."""
+    """See `Mixer.forward`; keeps the log-sum-exp of the scores for `backward`.
+    """
     layout, context = at.layout, at.context
     q, k, v = self.heads(params, mixed, context.positions_GT)
     slots, window = self.reach(at)
@@ -143,12 +161,12 @@ class FullAttention(mixer.Mixer):
       self, at: mixer.OnPrefix, params, record: mixer.Record, d_out,
       accumulator, d_present,
   ):
-    """`backward` with the cotangent of what the segment leaves behind.
+    """`backward`, for any way to find the cotangent of the segment's own keys.
 
     Args:
       at, params, record, d_out, accumulator: as in `backward`.
-      d_present: the accumulator ↦ cotangents of the segment's keys and values;
-        None for zeros.
+      d_present: function from the updated accumulator to what has accumulated
+        for the segment's own keys and values; None if nothing has.
     """
     layout, context = at.layout, at.context
     (q, k, v), pull_heads = jax.vjp(
@@ -175,14 +193,14 @@ class FullAttention(mixer.Mixer):
     return d_mixed, d_params, accumulator
 
   def cache(self, count, branches, tokens, stack):
-    """Room for the keys and values of each branch's own tokens."""
+    """Makes zeros for the keys and values of each branch's own tokens."""
     del stack
     heads, size = self.slot_shape
     shape = count, heads, branches, tokens, size
     return tuple(jnp.zeros(shape, self.config.compute_dtype) for _ in range(2))
 
   def decode(self, at: mixer.NewTokens, params, mixed, cache):
-    """Nothing needs to be settled."""
+    """See `Mixer.decode`; keeps nothing for `settle`."""
     positions_GT = at.length + at.slots_GT
     prefix = self.seen(at.stack)
     q, k, v = self.heads(params, mixed, positions_GT)
@@ -193,7 +211,11 @@ class FullAttention(mixer.Mixer):
     return out, cache, None
 
   def settle(self, params, cache, block, taken_G):
-    """Slots beyond those that a branch took are not seen, and written over."""
+    """Returns the cache unchanged.
+
+    The slots of tokens that a branch does not accept are not read, and its next
+    tokens overwrite them.
+    """
     del params, block, taken_G
     return cache
 
@@ -204,9 +226,10 @@ class FullAttention(mixer.Mixer):
     return config.width * heads * config.head_dim
 
   def operations(self, tokens: int, prefix: int) -> int:
-    """Two products with 2d operations a query and a key that it sees.
+    """4d operations for each pair of a query and a key that it sees.
 
-    Halves of the diagonal are left out.
+    d is heads · width of a head; scores and outputs cost 2d each. The pair of a
+    query and its own key counts half.
     """
     def pairs(positions):
       """Twice the pairs of a query and a key that it sees."""

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta layers.
 
-A prefix of any length leaves behind one matrix a value head and the last inputs
-of the convolution. Those before a chunk are kept for popping it, which runs it
-again from there. Heads are dealt to the devices in
-blocks, padded where their number does not divide: inputs travel to the device
-of their head, outputs to that of their token.
+Whatever its length, a prefix leaves behind one matrix for each value head and
+the last inputs of the convolution. The state before each chunk is saved,
+because popping a chunk runs it again from there. Heads are dealt to the devices
+in blocks, with heads of zeros added where the devices do not divide their
+number. Inputs travel to the device of their head, outputs back to the device of
+their token.
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Left(NamedTuple):
 
 
 class GatedDeltaMixer(mixer.Mixer):
-  """A matrix a head that decays and is corrected by every token."""
+  """Each value head has a matrix that decays, and that every token corrects."""
 
   positional, recurrent = False, True
   stage, takes = "recur", 2  # channels and rates
@@ -61,7 +62,8 @@ class GatedDeltaMixer(mixer.Mixer):
     return self._left(count, sizes.devices, wide, dtype)
 
   def accumulator(self, count, sizes: sizes_lib.Sizes, dtype) -> Left:
-    """Zeros like what a segment continues from; never less than float32."""
+    """Makes zeros in the shape of the state, at least float32 for any `dtype`.
+    """
     del dtype
     wide = config_lib.at_least_float32(self.config.compute_dtype)
     return self._left(count, sizes.devices, wide, wide)
@@ -84,7 +86,7 @@ class GatedDeltaMixer(mixer.Mixer):
     return self.push(stack, present, chunk)
 
   def save(self, stack: Left, size: int) -> Left:
-    """All of it: a chunk cannot be taken out of the matrix again."""
+    """Returns the whole state: a chunk cannot be taken out of the matrix."""
     del size
     return stack
 
@@ -93,12 +95,12 @@ class GatedDeltaMixer(mixer.Mixer):
     return saved
 
   def skip(self, stack: Left, chunk: sizes_lib.Chunk) -> Left:
-    """A chunk that is not popped sends nothing to those before."""
+    """Returns zeros: past a chunk that is left out no cotangent goes back."""
     del chunk
     return jax.tree.map(jnp.zeros_like, stack)
 
   def fit(self, stack: Left, here: int) -> Left:
-    """It is of one size for any number of positions."""
+    """Returns the state unchanged: its size does not follow the capacity."""
     del here
     return stack
 
@@ -136,10 +138,11 @@ class GatedDeltaMixer(mixer.Mixer):
     return layout.to_tokens(out, self.config.delta.key_heads), left, None
 
   def backward(self, at, params, record, d_out, accumulator, popped):
-    """Collectives stand outside of what is differentiated.
+    """See `Mixer.backward`; no collective is inside what `jax.vjp` is given.
 
-    A chunk of the prefix replaces the cotangent of what it left behind by that
-    of what it continued from; tails add to it.
+    The accumulator holds the cotangent of the state a segment runs on. Tails
+    add to it. A popped chunk replaces it, the cotangent of what the chunk left
+    behind, by that of the state before the chunk.
     """
     layout, layer, context = at.layout, at.layer, at.context
     tokens = context.positions_GT.shape[1]
@@ -173,7 +176,7 @@ class GatedDeltaMixer(mixer.Mixer):
     return d_mixed, d_params, accumulator
 
   def cache(self, count, branches, tokens, stack: Left) -> Left:
-    """A copy for every branch, [L, K, G, ...]."""
+    """Makes a copy of the prefix state for every branch, [L, K, G, ...]."""
     del count, tokens
     return jax.tree.map(
         lambda x: jnp.broadcast_to(
@@ -184,10 +187,12 @@ class GatedDeltaMixer(mixer.Mixer):
     )
 
   def decode(self, at: mixer.NewTokens, params, mixed, cache: Left):
-    """Takes one token at once: it is the token that the branch has.
+    """See `Mixer.decode`; several new tokens enter the cache only in `settle`.
 
-    What more of them would be added to cannot be taken back, so the cache stays
-    as it was before a longer block, whose inputs are kept for `settle`.
+    A single token always becomes part of its branch, so it goes into the cache
+    at once. Of several a branch may accept only some, and a token cannot be
+    taken out of the matrix again. So the cache stays as it was before them, and
+    their inputs are kept for `settle`.
     """
     delta, (branches, tokens) = self.config.delta, at.slots_GT.shape
     block = tuple(
@@ -202,7 +207,8 @@ class GatedDeltaMixer(mixer.Mixer):
     return out, _put(cache, at.layer, left), None
 
   def settle(self, params, cache: Left, block, taken_G) -> Left:
-    """Runs the tokens that were taken once more, from before the block."""
+    """Runs the accepted tokens once more, from the cache before all new ones.
+    """
     if block is None:
       return cache
 
@@ -227,7 +233,7 @@ class GatedDeltaMixer(mixer.Mixer):
     return projected + channels * delta.conv_width
 
   def operations(self, tokens: int, prefix: int) -> int:
-    """6DE a token and value head, whatever came before."""
+    """6DE operations for each token and value head, whatever `prefix` is."""
     del prefix
     delta = self.config.delta
     return 6 * delta.value_heads * delta.key_dim * delta.value_dim * tokens

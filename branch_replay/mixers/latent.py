@@ -16,7 +16,7 @@ from branch_replay.models import latent_layers
 
 
 class LatentMixer(attention.FullAttention):
-  """Attention through one compressed vector a position, for all heads."""
+  """Attention to one compressed vector per position, shared by all heads."""
 
   takes = 2  # queries and latents
   geometry = "latent"
@@ -39,7 +39,8 @@ class LatentMixer(attention.FullAttention):
     return super().empty(count, sizes)[0]
 
   def seen(self, stack):
-    """All of it, as keys and as values."""
+    """Returns the array of the state twice: it is read as keys and as values.
+    """
     return stack, stack
 
   def push(self, stack, present, chunk):
@@ -73,6 +74,7 @@ class LatentMixer(attention.FullAttention):
     return itemsize * (stages + attended) + wide * config.num_heads
 
   def query_numbers(self) -> int:
-    """Those in the latent, or more where a head of the config is larger."""
+    """Heads times the width of a query: the latent's or `head_dim`, the larger.
+    """
     latent, config = self.config.latent, self.config
     return config.num_heads * max(config.head_dim, latent.slot)

@@ -1,6 +1,7 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixer: all that there is to know of one kind of layer."""
+"""Mixer: the interface of a kind of layer, which holds all that is known of it.
+"""
 
 import abc
 import dataclasses
@@ -17,13 +18,13 @@ from branch_replay.mixers import sizes as sizes_lib
 
 
 class OnPrefix(NamedTuple):
-  """A layer of a segment that continues from a prefix.
+  """One layer of a segment that runs on top of a prefix state.
 
   Attributes:
-    layout: where tokens live.
-    layer: i32 scalar, which layer of the stack.
-    context: `segment.Context`.
-    prefix: what `Mixer.seen` gave of the stack's state.
+    layout: on which devices tokens and parameters are.
+    layer: i32 scalar, index of the layer in its stack.
+    context: `segment.Context`: the state, and where the segment's tokens stand.
+    prefix: what `Mixer.seen` returned for the stack that the layer is in.
   """
 
   layout: Layout
@@ -33,12 +34,12 @@ class OnPrefix(NamedTuple):
 
 
 class Record(NamedTuple):
-  """A forward pass of one layer, as its backward pass reads it.
+  """What the forward pass of one layer leaves for its backward pass.
 
   Attributes:
-    mixed: the projections that went in.
-    out: the output.
-    extra: what else `Mixer.forward` wanted kept.
+    mixed: the first `takes` projections, which were mixed.
+    out: the output of mixing.
+    extra: the third result of `Mixer.forward`.
   """
 
   mixed: tuple[jax.Array, ...]
@@ -47,11 +48,11 @@ class Record(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-  """A layer of a block of new tokens of every branch.
+  """One layer of a block of new tokens of every branch, in decoding.
 
   Attributes:
-    layer: i32 scalar, which layer of the stack.
-    stack: the state of the prefix.
+    layer: i32 scalar, index of the layer in its stack.
+    stack: the prefix state of that stack.
     length: i32 scalar, positions of the prefix.
     slots_GT: i32, the cache slots of the new tokens, consecutive in each
       branch. The token of slot s is at position length + s.
@@ -65,7 +66,7 @@ class NewTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mixer(abc.ABC):
-  """A kind of layer: its modules, its state, the way there and back, its costs.
+  """A kind of layer: its modules, state, forward and backward pass, and costs.
 
   A layer projects its input, mixes tokens, joins the result to the residual
   stream, and ends with a feed-forward, which is the same in every kind of
@@ -74,8 +75,14 @@ class Mixer(abc.ABC):
 
   The state of a prefix is kept for a *stack*, the layers that one scan runs: L
   is the number of layers in it. States, cotangents and caches are trees of
-  arrays whose shapes the mixer chooses, with a leading L axis; everyone else
-  hands them through.
+  arrays whose shapes the mixer chooses, with a leading L axis. The engine
+  passes them from one method to the next. In the methods below, the argument
+  `stack` is the state of one stack.
+
+  A *chunk* of the prefix is pushed, which appends what it leaves behind to the
+  state, and popped in the backward pass, last chunk first: then its cotangent
+  has been accumulated and is pulled back. A *place* is an index along the axis
+  of positions of a device's arrays.
 
   Class attributes that a subclass sets:
     positional: whether all arrays of the state are [L, K, P, D], with a place
@@ -83,7 +90,7 @@ class Mixer(abc.ABC):
     recurrent: whether the state goes from token to token, so that padding must
       be told from tokens: `segment.Context.lengths_G` is then never None.
     stage: the name of the parameters of `mix` among those of the layer.
-    takes: how many of the projections `mix` takes, the first ones. `join` takes
+    takes: how many of the projections are mixed, the first ones. `join` takes
       the others.
     geometry: the field of `ModelConfig` that layers of this kind need and other
       layers must not have, "window", "delta" or "latent"; None for none.
@@ -92,7 +99,7 @@ class Mixer(abc.ABC):
       modules of its own is False unless it says otherwise.
 
   Attributes:
-    config: geometry.
+    config: geometry of the model.
   """
 
   config: config_lib.ModelConfig
@@ -114,84 +121,129 @@ class Mixer(abc.ABC):
 
   @abc.abstractmethod
   def project(self) -> nn.Module:
-    """Makes the module x_GTM ↦ a tuple of projections, [G·T, numbers] each."""
+    """Makes the module that maps x_GTM to projections, a tuple of [G·T, …]."""
 
   @abc.abstractmethod
   def mix(self) -> nn.Module:
-    """Makes the module that owns the parameters of `stage`."""
+    """Makes the module that owns the parameters named `stage`, for mixing."""
 
   @abc.abstractmethod
   def join(self) -> nn.Module:
-    """Makes the module (x_GTM, out, *the other projections) ↦ h_GTM."""
+    """Makes the module that adds the output of mixing to the residual stream.
+
+    It maps (x_GTM, output of mixing, *projections that were not mixed) to
+    h_GTM.
+    """
 
   @abc.abstractmethod
   def whole(self, module: nn.Module, mixed, positions_GT, attend):
-    """Mixes whole sequences: the reference that all below must agree with.
+    """Mixes whole sequences without a prefix state, as a reference.
+
+    `forward`, `backward` and `decode` must agree with it and with its gradient.
 
     Args:
-      module: what `mix` made, with its parameters.
+      module: what `mix` made, bound to its parameters.
       mixed: the first `takes` projections.
-      positions_GT: i32.
-      attend: (q_KGRTD, k_KGTD, v_KGTD, window=None) -> out_KGRTD, causal.
+      positions_GT: i32, absolute positions of the tokens.
+      attend: causal attention, (q_KGRTD, k_KGTD, v_KGTD, window=None) ->
+        out_KGRTD.
 
     Returns:
-      What `join` takes as the output, as `forward` does.
+      The output of mixing, which `join` takes.
     """
 
   # The state of a prefix.
 
   @abc.abstractmethod
   def empty(self, count: int, sizes: sizes_lib.Sizes):
-    """The state of no positions, for a stack of `count` layers."""
+    """Makes the state of a prefix of no positions, for one stack.
+
+    Args:
+      count: L, layers of the stack.
+      sizes: how many positions there must be room for.
+    """
 
   @abc.abstractmethod
   def accumulator(self, count: int, sizes: sizes_lib.Sizes, dtype):
-    """Zeros for the cotangent of what `seen` gives, to be added to."""
+    """Makes zeros in which the cotangent of what `seen` returns is added up.
+
+    Args:
+      count: L, layers of the stack.
+      sizes: how many positions the state has room for.
+      dtype: the dtype that is asked for; a mixer may take a wider one.
+    """
 
   def seen(self, stack):
-    """What a segment reads of the state that it continues from."""
+    """Returns the part of a stack's state that segments on top of it read."""
     return stack
 
   @abc.abstractmethod
   def push(self, stack, present, chunk: sizes_lib.Chunk):
-    """The state after one more chunk.
+    """Returns the state after one more chunk of the prefix.
 
     Args:
-      stack: the state before it.
-      present: what `forward` said the chunk leaves behind, of every layer.
-      chunk: where it stands.
+      stack: the state before the chunk.
+      present: what `forward` said the chunk leaves behind, of all L layers.
+      chunk: where the chunk stands.
     """
 
   @abc.abstractmethod
   def extend(self, stack, present, chunk: sizes_lib.Chunk):
-    """As `push`, of tokens that need not fill what they are padded to."""
+    """Returns the state after tokens that will not be popped.
+
+    It differs from `push` in padding: positions past the first `chunk.tokens`
+    are not written, since there may be no room for them.
+
+    Args:
+      stack: the state before the tokens.
+      present: as in `push`.
+      chunk: where the tokens stand, and how many are real.
+    """
 
   @abc.abstractmethod
   def save(self, stack, size: int):
-    """What `restore` will need of a state before a chunk is pushed.
+    """Returns what `restore` will need of a state before a chunk is pushed.
 
     Args:
-      stack: the state.
+      stack: the state before the chunk.
       size: positions of the chunk on this device, its padding included.
+
+    Returns:
+      A tree of arrays; () if nothing is needed.
     """
 
   @abc.abstractmethod
   def restore(self, stack, saved, chunk: sizes_lib.Chunk):
-    """The state before the chunk that was pushed last, from that after it.
+    """Returns the state as it was before the chunk that was pushed last.
+
+    A positional mixer may return the state after it: segments do not read
+    places past their own prefix.
 
     Args:
       stack: the state after the chunk.
-      saved: what `save` gave before it.
-      chunk: where it stands.
+      saved: what `save` returned before it.
+      chunk: where the chunk stands.
     """
 
   @abc.abstractmethod
   def skip(self, stack, chunk: sizes_lib.Chunk):
-    """The accumulator after the turn of a chunk that is not pulled back."""
+    """Returns the accumulator after a chunk that is not pulled back.
+
+    "sampled" calls this instead of `backward` for the chunks it leaves out.
+
+    Args:
+      stack: the accumulator of the stack before.
+      chunk: where the chunk stands.
+    """
 
   @abc.abstractmethod
   def fit(self, stack, here: int):
-    """The state with room for `here` positions on this device."""
+    """Returns the state with room for another number of positions.
+
+    Args:
+      stack: the state.
+      here: positions on this device, not fewer than the state holds.
+    """
 
   # Segments.
 
@@ -200,44 +252,50 @@ class Mixer(abc.ABC):
     """Mixes the tokens of a segment in one layer.
 
     Args:
-      at: the layer, and what it continues from.
-      params: of `stage`.
+      at: the layer, and the state that the segment runs on.
+      params: the layer's parameters named `stage`.
       mixed: the first `takes` projections.
 
     Returns:
-      The output, what the segment leaves behind (the layer's part of what
-      `push` is given), and what `backward` wants kept.
+      The output of mixing; what the segment leaves behind in this layer, which
+      `push` is given for all layers of the stack; and what `backward` needs
+      beside inputs and output, as `Record.extra`.
     """
 
   @abc.abstractmethod
   def backward(
       self, at: OnPrefix, params, record: Record, d_out, accumulator, popped
   ):
-    """Pulls the cotangent of a layer's output back.
+    """Pulls the cotangent of a layer's output of mixing back.
 
     Args:
       at, params: as in `forward`.
-      record: of the forward pass.
+      record: what the forward pass left.
       d_out: cotangent of the output.
-      accumulator: of the stack, added to in place; None to stop at the prefix.
+      accumulator: cotangent so far of what `seen` returned, of the whole stack;
+        that of this layer is updated in place. None treats the prefix as
+        constant.
       popped: `segment.Popped` if the segment is a chunk of the prefix, whose
         own accumulated cotangent is pulled back too; else None.
 
     Returns:
-      Cotangents of the projections and of the parameters, and the accumulator.
+      Cotangents of the projections in `mixed`, those of `params`, and the
+      updated accumulator.
     """
 
   # Decoding.
 
   @abc.abstractmethod
   def cache(self, count: int, branches: int, tokens: int, stack):
-    """Room for what new tokens leave behind; axis 2 is that of branches.
+    """Makes the cache of one stack, for the tokens that branches decode.
+
+    In each of its arrays axis 2 is that of the branches.
 
     Args:
-      count: layers.
+      count: L, layers of the stack.
       branches: G.
-      tokens: most new tokens of a branch.
-      stack: the state of the prefix.
+      tokens: the most tokens that a branch may decode.
+      stack: the prefix state of the stack.
     """
 
   @abc.abstractmethod
@@ -247,46 +305,59 @@ class Mixer(abc.ABC):
     Args:
       at: the layer, and where the tokens stand.
       params, mixed: as in `forward`.
-      cache: of the stack.
+      cache: the cache of the whole stack.
 
     Returns:
-      The output, the cache with the new tokens, and what `settle` needs in
-      order to take in some of them.
+      The output of mixing; the cache with the new tokens; and what `settle`
+      needs if branches accept only some of the tokens, None if it needs
+      nothing.
     """
 
   @abc.abstractmethod
   def settle(self, params, cache, block, taken_G):
-    """The cache after those tokens of a block that each branch took.
+    """Returns a stack's cache after the tokens that each branch accepts.
 
     Args:
-      params: of `stage`, of the whole stack.
-      cache: that `decode` returned.
-      block: what else `decode` returned, of every layer.
-      taken_G: i32, how many of the block's tokens, the first ones, are now of
-        the branch.
+      params: the parameters named `stage`, of all layers of the stack.
+      cache: the cache that `decode` returned.
+      block: the third result of `decode`, of all layers of the stack.
+      taken_G: i32, how many of the new tokens each branch accepts, counted from
+        the first.
     """
 
   # Costs.
 
   @abc.abstractmethod
   def weights(self) -> int:
-    """Numbers of the matrices that a token is multiplied by in one layer."""
+    """Counts the weights of one layer that a token is multiplied by.
+
+    They are the elements of all matrices, and of convolution filters, in
+    `project`, `mix` and `join`. The feed-forward, biases and scales of norms
+    are not counted. For planning: each weight costs a token 2 operations
+    forward.
+    """
 
   @abc.abstractmethod
   def operations(self, tokens: int, prefix: int) -> int:
-    """Operations of mixing `tokens` after `prefix` positions in one layer.
+    """Counts the floating-point operations of mixing in one layer, forward.
 
-    Forward alone, without the products that `weights` counts.
+    The products that `weights` counts are left out.
+
+    Args:
+      tokens: tokens that are mixed.
+      prefix: positions before them.
     """
 
   @abc.abstractmethod
   def stage_bytes(self) -> int:
-    """Bytes that are kept of a token for one layer's backward pass.
+    """Bytes of a token's activations in one layer, for its backward pass.
 
-    Inputs of `mix`, `join` and the feed-forward, and of the layer; not what
-    the feed-forward expands to.
+    They are the inputs of the layer, of mixing, of `join` and of the
+    feed-forward. The hidden activations of the feed-forward are counted
+    elsewhere, in `schedule.stage_bytes`.
     """
 
   def query_numbers(self) -> int:
-    """Numbers of a token's queries in one layer, for planning."""
+    """How many numbers the queries of one token are in one layer, for planning.
+    """
     return self.config.num_heads * self.config.head_dim

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention layers with a sliding window.
 
-A segment continues from the last W − 1 positions before it. They stand in W'
-slots, W − 1 rounded up to the devices, and so does the cotangent of a prefix of
-any length. Popping a chunk needs the window before it, so of every chunk its
-last W' positions are kept too, or all of them where it has no more.
+A segment runs on top of the last W − 1 positions before it. They stand in W'
+slots, W − 1 rounded up to a multiple of the number of devices. The cotangent of
+a prefix has W' slots too, however long the prefix is. To pop a chunk the window
+before it is needed. So for every chunk the slots that it pushes out of the
+window are saved: W', or as many as it has positions if these are fewer.
 
 Position p is on device p mod n here as anywhere: slot i of a device is the i-th
 of its own among the W' positions before the segment. Slots of positions before
@@ -35,7 +36,11 @@ class SlidingWindow(full.FullAttention):
 
   @property
   def rope(self):
-    """That of the config, unless sliding layers have a base of their own."""
+    """Base and scaling of the rotary frequencies.
+
+    They are `rope_theta_local` without scaling if the config has it, and those
+    of full attention otherwise.
+    """
     if self.config.rope_theta_local is None:
       return super().rope
     return self.config.rope_theta_local, None
@@ -45,7 +50,8 @@ class SlidingWindow(full.FullAttention):
     return self.config.window
 
   def slots(self, sizes: sizes_lib.Sizes) -> int:
-    """W' on this device, but no more than the positions there will be."""
+    """Slots of a device: its share of W', or all it has positions for if fewer.
+    """
     return min(-(-(self.window - 1) // sizes.devices), sizes.room)
 
   def whole(self, module, mixed, positions_GT, attend):
@@ -56,11 +62,11 @@ class SlidingWindow(full.FullAttention):
     return self.zeros(count, self.slots(sizes), self.config.compute_dtype)
 
   def accumulator(self, count, sizes: sizes_lib.Sizes, dtype) -> _Pair:
-    """Zeros like one window, in another dtype."""
+    """Makes zeros in the shape of one window, in another dtype."""
     return self.zeros(count, self.slots(sizes), dtype)
 
   def push(self, stack: _Pair, present, chunk: sizes_lib.Chunk) -> _Pair:
-    """The window after a chunk, which may end in padding."""
+    """Returns the window after a chunk, which may end in padding."""
     slots = stack[0].shape[2]
     return tuple(
         lax.dynamic_slice_in_dim(
@@ -74,11 +80,12 @@ class SlidingWindow(full.FullAttention):
     return self.push(stack, present, chunk)
 
   def save(self, stack: _Pair, size: int) -> _Pair:
-    """What a chunk of `size` positions may push out of the window."""
+    """Returns the oldest slots, which a chunk of `size` positions may push out.
+    """
     return tuple(x[:, :, : min(x.shape[2], size)] for x in stack)
 
   def restore(self, stack: _Pair, saved, chunk: sizes_lib.Chunk) -> _Pair:
-    """What was pushed out, and then what is left of the window before."""
+    """Joins the slots that were pushed out with those that are still there."""
     def of(x, oldest):
       slots, count = x.shape[2], oldest.shape[2]
       padded = jnp.concatenate([oldest, jnp.zeros_like(x)], axis=2)
@@ -89,16 +96,26 @@ class SlidingWindow(full.FullAttention):
     return tuple(map(of, stack, saved))
 
   def skip(self, stack: _Pair, chunk: sizes_lib.Chunk) -> _Pair:
-    """The cotangent of the window before a chunk that is not popped."""
+    """Returns the cotangent of the window before a chunk that is left out.
+
+    What had accumulated for positions of the chunk is dropped.
+    """
     return tuple(_older(x, chunk.tokens) for x in stack)
 
   def fit(self, stack: _Pair, here: int) -> _Pair:
-    """A window is of one size for any number of positions."""
+    """Returns the window unchanged: its size does not follow the capacity.
+
+    `empty` has given it slots enough for any capacity up to `sizes.room`, so
+    nothing is cut or padded for `here` positions.
+    """
     del here
     return stack
 
   def reach(self, at: mixer.OnPrefix):
-    """All slots, and how far back the tokens of all devices see in them."""
+    """Returns the number of slots, and the lowest slot that each token sees.
+
+    The tokens are those of all devices.
+    """
     layout, positions_GT = at.layout, at.context.positions_GT
     slots = at.prefix[0].shape[2]
     tokens = positions_GT.shape[1] * layout.devices
@@ -109,10 +126,12 @@ class SlidingWindow(full.FullAttention):
     )
 
   def backward(self, at, params, record, d_out, accumulator, popped):
-    """Parts the cotangent of the window that a chunk left behind.
+    """See `Mixer.backward`; for a popped chunk, first divides the accumulator.
 
-    It holds the chunk's own last positions and, where the chunk is short, some
-    before it.
+    It then holds the cotangent of the window after the chunk: of the chunk's
+    own last positions, which are pulled back now, and, where the chunk is
+    shorter than the window, of positions before it, which stay in the
+    accumulator.
     """
     newer = None
     if popped is not None:

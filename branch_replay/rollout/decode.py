@@ -22,7 +22,12 @@ from branch_replay.ops import few_rows
 
 
 def select_rows(cache, index):
-  """The cache of some of the rows, in the order of `index`."""
+  """Selects rows of a cache.
+
+  Args:
+    cache: a cache as `state.caches` makes it, with rows on axis 2.
+    index: i32, the rows to take, in the order in which they are wanted.
+  """
   return jax.tree.map(lambda x: jnp.take(x, index, axis=2), cache)
 
 
@@ -61,14 +66,18 @@ def run(
 
 
 def settle(model: decoder.Decoder, params, cache, pending, taken_N):
-  """The cache after the first `taken_N` new inputs of every row.
+  """Advances a cache by the new inputs that each row accepts.
 
   Args:
     model: the decoder.
     params: its parameters.
     cache: second result of `run`.
-    pending: third result of `run`.
-    taken_N: i32, how many of the new inputs each row accepts.
+    pending: third result of the same call of `run`.
+    taken_N: i32, how many of the T new inputs each row accepts, counted from
+      the first.
+
+  Returns:
+    The cache, for the next call of `run`.
   """
   return segment.settle(
       model.config, params["layers"], cache, pending, taken_N

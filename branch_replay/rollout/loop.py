@@ -46,7 +46,18 @@ def start(
     model: decoder.Decoder, inputs: RolloutInputs, drafter, branches: int,
     room: int,
 ):
-  """Empty answers and the rows of a group before its first round."""
+  """Makes what a group has before its first round.
+
+  Args:
+    model: the decoder.
+    inputs: parameters, and the prompt with its captured state.
+    drafter: see `drafters.drafter`, or None.
+    branches: G.
+    room: tokens that each answer has room for.
+
+  Returns:
+    A `Rollout` of G empty answers, and the `RunningRows`.
+  """
   config = model.config
   memory = None
   if drafter is not None:
@@ -66,6 +77,14 @@ def rounds(
     rows: round_lib.RunningRows, most_running,
 ):
   """Runs rounds until at most `most_running` of the rows are unfinished.
+
+  Args:
+    settings: static settings of a round.
+    inputs: arrays that no round changes.
+    drafter: see `drafters.drafter`; None if nothing is drafted.
+    answers: answers of all G rows so far; donated.
+    rows: the rows in the batch; donated.
+    most_running: i32, how many rows may still be unfinished at the end.
 
   Returns:
     Answers, rows, and the number of rounds.
@@ -87,7 +106,13 @@ def rounds(
 def select_rows(
     drafter, rows: round_lib.RunningRows, index
 ) -> round_lib.RunningRows:
-  """Some of the rows, in the order of `index`."""
+  """Selects rows of the batch, with their caches and the drafter's memory.
+
+  Args:
+    drafter: the drafter, or None.
+    rows: the rows in the batch.
+    index: i32, places in the batch, in the order in which they are wanted.
+  """
   memory = rows.memory
   if drafter is not None:
     memory = drafter.select(memory, index)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout is a function of, as far as the rounds need it."""
+"""The inputs of a rollout: static settings of its rounds, and arrays."""
 
 import dataclasses
 from typing import Any

@@ -53,8 +53,7 @@ class Rollout:
     lengths: i32[G], number of sampled tokens of each row.
     log_probs: f32[G, T], log-probs of the sampled tokens at the temperature τ
       but before truncation: what `log_probs(..., temperature=τ)` returns.
-        Greedy
-      rows are scored at temperature 1.
+      Greedy rows are scored at temperature 1.
     finish: i32[G], a `Finish` for each row.
     rounds: i32[G], forward passes each row took part in.
     drafted: i32[G], tokens drafted for each row.

@@ -134,7 +134,13 @@ def advance(
 def look(
     settings: RoundSettings, inputs: RolloutInputs, answers: Rollout, ids_N
 ):
-  """What a round starts from: the drafter's view, with the noise of the draw.
+  """Makes the drafter's view of a round, with the noise of its draws.
+
+  Args:
+    settings: static settings.
+    inputs: arrays that do not change.
+    answers: answers of all G rows so far.
+    ids_N: i32, which of the rows are in the batch.
   """
   lengths_N = answers.lengths[ids_N]
   last_N = answers.tokens[ids_N, jnp.maximum(lengths_N - 1, 0)]

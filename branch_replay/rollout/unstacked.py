@@ -26,9 +26,11 @@ class Layers(NamedTuple):
   """The layers of a model, one by one.
 
   Attributes:
-    parts: parameters by part, turn and place, as `segment.decode` takes them:
-      like those of the stacked layers without the leading axis, but linear maps
-      have "kernel_T", [out, in], in place of "kernel".
+    parts: parameters of each layer, as nested lists: parts[i][turn][place] is
+      the layer that part i of `models.pattern.parts` runs in a turn of its scan
+      at a place of the pattern. They are like those of the stacked layers
+      without the leading axis, but linear maps have "kernel_T", [out, in], in
+      place of "kernel".
     version: u32[], marks the parameters they were made from.
   """
 
@@ -39,7 +41,7 @@ class Layers(NamedTuple):
 def layers(
     config: config_lib.ModelConfig, params, *, version=None
 ) -> Layers:
-  """Copies the layers of a model into this form.
+  """Copies the layers of a model out of their stacks, with kernels transposed.
 
   Args:
     config: the model's geometry.

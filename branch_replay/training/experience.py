@@ -170,12 +170,12 @@ def collect(
 
 
 def bare(one: Experience) -> Experience:
-  """The experience without its state."""
+  """Returns the experience without its state, so that memory can be freed."""
   return dataclasses.replace(one, state=None)
 
 
 def learnt(one: Experience) -> Experience:
-  """The experience with the answers that are left out made empty.
+  """Makes the answers that are left out of learning empty.
 
   An empty answer has no weight in a loss, and no other answer is compared with
   it.

@@ -115,7 +115,7 @@ class Learner:
   def gradient(
       self, params, one, args, *, version, key, stale=False, share=1.0
   ):
-    """Loss, outputs and gradient of one group.
+    """Computes loss, outputs and gradient of one group.
 
     With prefix_gradient="full" branches are run one by one. If the loss needs
     pairs of them, a first pass computes log-probs and the loss's gradient with
@@ -129,6 +129,10 @@ class Learner:
       key: a PRNG key, for "sampled".
       stale: whether a state captured under other parameters is accepted.
       share: weight of this group in the load-balance term, 1 / N for N groups.
+
+    Returns:
+      The loss, the readout's outputs [G, T, ...], and the gradient of the
+      trained parameters.
     """
     of_balance = {"balance_share": share} if self.balance else {}
     if self.prefix_gradient == "full":
@@ -150,7 +154,7 @@ class Learner:
     return evaluation.loss, evaluation.outputs, grads
 
   def create(self, params) -> step_lib.TrainState:
-    """The train state before the first update; see `step.create`."""
+    """Makes the train state before the first update; see `step.create`."""
     return step_lib.create(
         params, self.optimizer, trainable=self.trainable,
         layout=self.schedule.layout, param_dtype=self.param_dtype,

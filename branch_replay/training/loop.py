@@ -114,11 +114,14 @@ class TrainingRun:
     return sum(phase.steps for phase in self.phases)
 
   def place(self, step: int) -> tuple[int, int]:
-    """The phase that comes after `step` steps, and the steps done in it.
+    """Finds the phase in which a run goes on after `step` steps.
+
+    Args:
+      step: steps done, of all phases.
 
     Returns:
-      The number of the phase and the steps. A run that is complete is at the
-      end of its last phase.
+      The number of the phase, counted from 0, and the steps done in it. For a
+      run that is complete they are those of the end of its last phase.
     """
     for number, phase in enumerate(self.phases):
       if step < phase.steps:

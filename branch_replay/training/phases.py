@@ -326,7 +326,7 @@ class Clock:
 
 
 def mismatch(report: dict) -> dict[str, float]:
-  """The entries of a report that compare sampler and trainer.
+  """Selects the entries of a report that compare sampler and trainer.
 
   They mean something only before the first update of a step.
   """
@@ -348,7 +348,7 @@ def as_floats(scalars: dict) -> dict[str, float]:
 
 
 def on_one_device(params, learner: learner_lib.Learner):
-  """The parameters on the device that sampling runs on."""
+  """Returns the parameters on one device, where sampling runs."""
   if learner.schedule.layout.devices == 1:
     return params
   return jax.device_put(params, jax.devices()[0])

@@ -141,7 +141,7 @@ def create(
     layout: Layout = Layout(),
     param_dtype: str | None = None,
 ) -> TrainState:
-  """The train state before the first step, placed as the layout says.
+  """Makes the train state before the first step, placed as the layout says.
 
   Trained parameters and the optimizer's state are cast to at least float32,
   unless param_dtype or the optimizer says otherwise. No update changes a dtype
@@ -189,7 +189,12 @@ def create(
 
 
 def initial(optimizer: optax.GradientTransformation, trained):
-  """Optimizer state, in the dtypes it has after an update."""
+  """Makes the optimizer's state, in the dtypes that it has after an update.
+
+  Args:
+    optimizer: optax optimizer of the trained parameters.
+    trained: the trained parameters.
+  """
   wide = _widened(trained)
   moments = optimizer.init(wide)
   _, after = jax.eval_shape(optimizer.update, wide, moments, wide)
@@ -214,7 +219,7 @@ def _cast_like(x, like):
 
 
 def shardings(params, optimizer, *, trainable: str, layout: Layout):
-  """The shardings of a train state, or None on one device.
+  """Finds the sharding of each array of a train state.
 
   Args:
     params: all parameters, or their shapes.
@@ -223,7 +228,7 @@ def shardings(params, optimizer, *, trainable: str, layout: Layout):
     layout: as in `create`.
 
   Returns:
-    A `TrainState` of shardings.
+    A `TrainState` of shardings; None on one device.
   """
   of_params = layout.shardings(params)
   if of_params is None:

@@ -69,16 +69,21 @@ class Drafter(Protocol):
       self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
       room: int,
   ) -> Any:
-    """The drafter's memory before the first round of G rows.
+    """Makes the drafter's memory before the first round of G rows.
 
-    Called outside of `jit`. Raises ValueError if the drafter does not fit the
-    model or the prompt.
+    Called outside of `jit`.
 
     Args:
       model: the decoder that is sampled from.
       inputs: its parameters, and the prompt with its captured state.
       branches: G.
       room: the most tokens of a row.
+
+    Returns:
+      The memory, any pytree; the other methods take it and return it.
+
+    Raises:
+      ValueError: the drafter does not fit the model or the prompt.
     """
 
   def propose(
@@ -93,7 +98,14 @@ class Drafter(Protocol):
   def observe(
       self, settings: RoundSettings, memory, view: View, outcome: RoundOutcome
   ) -> Any:
-    """The memory after a round; `view` is the one `propose` was given."""
+    """Returns the memory after a round.
+
+    Args:
+      settings: static settings of the round.
+      memory: the memory that `propose` returned.
+      view: the view that `propose` was given.
+      outcome: what the model made of the drafts.
+    """
 
   def select(self, memory, index) -> Any:
-    """The memory of some of the rows, in the order of `index`."""
+    """Returns the memory of some of the rows, in the order of `index`."""

@@ -207,7 +207,8 @@ def check_fits(config: config_lib.ModelConfig) -> None:
 
 
 def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
-  """The captured state reduced to the last layer, which the drafter reads."""
+  """Reduces a captured state to the last layer, which is all the drafter reads.
+  """
   return dataclasses.replace(
       state, mixer=tuple(x[-1:] for x in state.mixer), kept=None, choices={}
   )

@@ -37,7 +37,11 @@ class Model:
       self, model: decoder.Decoder, inputs: RolloutInputs, branches: int,
       room: int,
   ):
-    """A cache for the drafter; checks that vocabulary and prompt are the same.
+    """Makes a cache for the drafter, after checking that it fits.
+
+    Raises:
+      ValueError: vocabulary or prompt are not those of the model, or the
+        drafter has recurrent layers.
     """
     sizes = self.model.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:

@@ -41,10 +41,10 @@ class Buffer:
 
 
 def add(buffer: Buffer, new: list[Lesson]) -> Buffer:
-  """The buffer with the lessons of one more step.
+  """Adds the lessons of one more step to a buffer.
 
-  If there are more than `most_tokens` tokens, lessons of the oldest step are
-  dropped first, and within a step those with the shortest answers.
+  If the buffer then holds more than `most_tokens` tokens, lessons of the oldest
+  step are dropped first, and within a step those with the shortest answers.
   """
   kept = sorted(
       (*buffer.lessons, *new), key=lambda one: (one.step, one.lengths.max())

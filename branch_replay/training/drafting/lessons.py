@@ -127,7 +127,7 @@ def prompt_ids(lesson: Lesson) -> np.ndarray:
 
 
 def on_device(lesson: Lesson) -> state_lib.PrefixState:
-  """A lesson's prompt state as arrays on the default device."""
+  """Moves the captured prompt of a lesson to the default device."""
   return jax.tree.map(
       jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None)
   )

@@ -142,7 +142,8 @@ class Speculator:
 
   @property
   def reads_states(self) -> bool:
-    """Whether `study` reads the states of its batch."""
+    """Whether `study` needs the captured state of each experience in its batch.
+    """
     return self._studies is not None
 
   @property
