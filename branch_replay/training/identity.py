@@ -39,6 +39,7 @@ _FREE = {
     "Rewards": ("workers", "timeout"),
     "HeldOutEvaluation": ("every",),
     "Supervised": ("learning_rate",),  # a copy for the log
+    "Pairwise": ("learning_rate",),
     "Reinforce": ("learning_rate", "speculator"),
 }
 # Classes that checkpoints know by another name. Without this, the checkpoint of
