@@ -39,9 +39,10 @@ class Files:
       and at most 256, chosen by a hash of their prompts. Rows with the same
       prompt stay together.
     test: path of another; "" for no such split.
-    reward: "FILE.py:FUNCTION", several of them behind commas, a function
-      (text of an answer, fields of the row) -> number, or a sequence of names
-      and functions; "" for none, with which no answer can be sampled.
+    reward: "FILE.py:FUNCTION", or several of these separated by commas; or a
+      function (text of an answer, fields of the row) -> number; or a sequence
+      of functions and such names. "" for none: then phases and evaluations that
+      sample answers are refused.
     weights: a factor for each reward; () for 1 each.
     workers: processes that score answers side by side; 0 for none.
     timeout: most seconds that a reward may take for one answer; 0 for no limit.

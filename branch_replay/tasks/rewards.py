@@ -208,8 +208,8 @@ def create(
 
   Args:
     reward: a function (text of an answer, fields of the row) -> a finite number
-      or a bool; or "FILE.py:FUNCTION", or several of them behind commas; or a
-      sequence of functions and such names.
+      or a bool; or "FILE.py:FUNCTION", or several of these separated by commas;
+      or a sequence of functions and such names.
     text: how ids become text.
     weights: one for each function; () for 1 each.
     workers: see `Rewards`.
