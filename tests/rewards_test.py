@@ -3,6 +3,7 @@
 """Rewards from files: loaded, added up, limited in time, and never silent."""
 
 import dataclasses
+import os
 import pathlib
 import time
 
@@ -20,6 +21,7 @@ from tests.tiny_tasks import CHARACTERS
 
 SOURCE = """
 import os
+import signal
 import sys
 import time
 
@@ -50,9 +52,17 @@ def leaves(answer, row):
 
 
 def waits(answer, row):
+  with open(row["pids"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
   while answer == "wait":
     pass
   return len(answer)
+
+
+def interrupted(answer, row):
+  os.kill(os.getpid(), signal.SIGINT)
+  os.kill(os.getpid(), signal.SIGTERM)
+  return 1
 
 
 def sleeps(answer, row):
@@ -182,8 +192,9 @@ def test_a_process_that_ends_is_named_and_replaced(file):
 
 
 @pytest.mark.parametrize("name,answer", [("waits", "wait"), ("sleeps", "")])
-def test_one_that_hangs_is_stopped(file, name, answer):
-  limited = dict(timeout=0.3, workers=2)
+def test_one_that_hangs_is_stopped(file, tmp_path, name, answer):
+  pids = tmp_path / "pids"
+  limited = dict(timeout=0.3, workers=2, row={"pids": str(pids)})
   start = time.monotonic()
   with pytest.raises(
       ValueError, match=f"'{name}' of row 'row-7' took more than timeout=0.3"
@@ -196,8 +207,25 @@ def test_one_that_hangs_is_stopped(file, name, answer):
         timeout_reward=-2, **limited,
     )
     assert [one.value for one in found] == [1, -2, 3, -2, 4]
-    alone = scored(f"{file}:waits", ["ab"], timeout=5.0)  # of one process
-    assert alone[0].value == 2
+    assert len(set(pids.read_text().split())) > 3
+    assert sum(map(alive, set(pids.read_text().split()))) <= 2  # wait
+    limited |= dict(timeout=5.0, workers=0)  # a process all the same
+    assert scored(f"{file}:waits", ["ab"], **limited)[0].value == 2
+    assert int(pids.read_text().split()[-1]) != os.getpid()
+
+
+def alive(pid: str) -> bool:
+  try:
+    os.kill(int(pid), 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+def test_signals_to_all_processes_leave_rewards_alone(file):
+  """They ask the trainer to finish its step, for which it needs rewards."""
+  found = scored(f"{file}:interrupted", ["a", "b"], workers=1)
+  assert [one.value for one in found] == [1, 1]
 
 
 def test_processes_score_side_by_side_and_load_nothing_else(file, tmp_path):
@@ -304,7 +332,7 @@ def test_a_task_without_a_reward_samples_nothing():
 
 
 def test_parts_come_with_experience_and_are_logged(file):
-  config = dataclasses.replace(tiny.BASE, vocab_size=100)
+  config = dataclasses.replace(tiny.BASE, vocab_size=100, num_layers=1)
   model, params = tiny.model(config)
   task = task_of([f"{file}:exact", f"{file}:short"], weights=(1.0, 2.0))
   (row,) = task.split("train")
