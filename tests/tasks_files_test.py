@@ -175,6 +175,23 @@ def test_prompts_that_are_too_long_are_refused_or_counted(tmp_path):
   assert len(tasks.from_files(train, max_prompt_tokens=32).split("train")) == 18
 
 
+def test_ids_are_counted_where_the_bound_says_too_little(tmp_path):
+  text = chat()
+  rows = [{"prompt": "the the" * n, "answer": "the" * n} for n in (1, 20)]
+  train = write(tmp_path / "rows.jsonl", rows)
+  task = tasks.from_files(train, text=text, validation=train)
+  row = task.split("train")[1]
+  prompt, answer = row.prompt_ids.size, row.answer_ids.size
+  assert prompt < text.bound(rows[1]["prompt"]) and answer == 21
+  tasks.from_files(
+      train, text=text, max_prompt_tokens=prompt, max_answer_tokens=answer
+  )
+  with pytest.raises(ValueError, match=f":2: the prompt has {prompt} ids"):
+    tasks.from_files(train, text=text, max_prompt_tokens=prompt - 1)
+  with pytest.raises(ValueError, match=f":2: an answer has {answer} ids"):
+    tasks.from_files(train, text=text, max_answer_tokens=answer - 1)
+
+
 def test_no_prompt_has_more_ids_than_its_bound():
   text = chat()
   for said in (
@@ -235,7 +252,11 @@ def test_a_run_knows_its_files(tmp_path):
     assert {path for path, *_ in found} == {"rows.train", "rows.validation"}
   assert described(raw=True) != base
   assert described(prompt_field="answer") != base
-  assert described(validation=train) != base
+  alone = described(validation=train)
+  found = identity.differences(
+      alone, described(validation=train, prompt_field="answer")
+  )
+  assert len(found) == 2 and alone != base
 
 
 # Mistakes.
