@@ -29,6 +29,7 @@ setuptools.setup(
         "numpy",
         "optax",
         "orbax-checkpoint",
+        "pyarrow",
         "safetensors",
         "tensorboardX",
         "tensorflow-datasets",

@@ -7,11 +7,16 @@
   for example in task.examples("train", seed=0, start=position):
     ...
     rewards = [task.reward(example, tail) for tail in rollout.tails()]
+
+One's own rows and reward need no class:
+
+  task = tasks.from_files("prompts.jsonl", reward="reward.py:score")
 """
 
 import dataclasses
 
 from branch_replay.tasks import arithmetic
+from branch_replay.tasks import files
 from branch_replay.tasks import reasoning_gym
 from branch_replay.tasks import retrieval
 from branch_replay.tasks import task as _task
@@ -19,8 +24,11 @@ from branch_replay.tasks.builder import DEFAULT_DATA_DIR
 from branch_replay.tasks.builder import Recipe
 from branch_replay.tasks.builder import load
 from branch_replay.tasks.builder import prepare
+from branch_replay.tasks.files import from_files
 from branch_replay.tasks.task import Example
 from branch_replay.tasks.task import Examples
+from branch_replay.tasks.task import Scored
+from branch_replay.tasks.task import Scorer
 from branch_replay.tasks.task import Task
 from branch_replay.tasks.task import check
 from branch_replay.tasks.text import Characters
@@ -30,6 +38,7 @@ RECIPES = {
     kind.name: kind
     for kind in (
         arithmetic.Arithmetic,
+        files.Files,
         reasoning_gym.ReasoningGym,
         retrieval.Retrieval,
     )
@@ -43,19 +52,22 @@ __all__ = [
     "Example",
     "Examples",
     "Recipe",
+    "Scored",
+    "Scorer",
     "Task",
     "check",
+    "from_files",
     "load",
     "prepare",
     "recipe",
 ]
 
 
-def recipe(name: str, **settings) -> Recipe:
+def recipe(name: str, **settings) -> Recipe | files.Files:
   """Makes the recipe of a task by the task's name.
 
   Args:
-    name: "retrieval", "arithmetic" or "reasoning_gym".
+    name: "retrieval", "arithmetic", "reasoning_gym" or "file".
     **settings: attributes of the recipe's class; the others have their
       defaults.
 

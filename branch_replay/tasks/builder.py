@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from branch_replay import checks
+from branch_replay.tasks import files
 from branch_replay.tasks import splits
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
@@ -150,7 +151,16 @@ class SplitOnDisk(Sequence):
 
 
 def as_row(example: task_lib.Example) -> dict:
-  """The row that is written for an example."""
+  """The row that is written for an example.
+
+  Raises:
+    ValueError: the example has `rejected_ids`, which rows on disk do not hold.
+  """
+  if example.rejected_ids is not None:
+    raise ValueError(
+        f"Example {example.id!r} has rejected_ids, which prepared rows do not "
+        "hold: make a task of files, tasks.from_files."
+    )
   return {
       "id": example.id,
       "prompt_ids": np.asarray(example.prompt_ids, np.int32),
@@ -209,7 +219,7 @@ def rows_builder(
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: Recipe | files.Files,
     *,
     text: text_lib.Text = text_lib.Characters(),
     data_dir: str | None = None,
@@ -217,7 +227,7 @@ def prepare(
   """Loads the rows of a recipe, making them first if they are missing.
 
   Args:
-    recipe: made by `tasks.recipe`.
+    recipe: made by `tasks.recipe`. The rows of "file" are read from its files.
     text: how text becomes ids.
     data_dir: folder of prepared rows; ~/.cache/branch_replay/tasks by default.
 
@@ -227,6 +237,8 @@ def prepare(
   Raises:
     ValueError: rows cannot be made from the recipe, or `tasks.check` fails.
   """
+  if isinstance(recipe, files.Files):
+    return recipe.task(text)
   builder = rows_builder(recipe, text, data_dir)
   if not builder.data_path.exists():
     builder.download_and_prepare()
@@ -234,7 +246,7 @@ def prepare(
 
 
 def load(
-    recipe: Recipe,
+    recipe: Recipe | files.Files,
     *,
     text: text_lib.Text = text_lib.Characters(),
     data_dir: str | None = None,
@@ -253,6 +265,8 @@ def load(
     ValueError: rows are missing (the message has the command that prepares
       them), or `tasks.check` fails.
   """
+  if isinstance(recipe, files.Files):
+    return recipe.task(text)
   builder = rows_builder(recipe, text, data_dir)
   if not builder.data_path.exists():
     raise ValueError(

@@ -3,14 +3,18 @@
 """Two ways to turn a task's text into ids: characters, and a chat model's.
 
 Both classes have the same members: `name`, `vocab_size`, `stop_ids`; `prompt`
-(a question, after an optional document), `answer` (to a prompt), `encode` and
-`decode` (of a text alone), `fingerprint`; and `longest`, the most characters of
-ordinary text in one token.
+(a question, after an optional document), `plain` (a prompt without a frame),
+`conversation` (a prompt of messages), `bound` (on the ids of a prompt),
+`answer` (to a prompt), `encode` and `decode` (of a text alone), `fingerprint`;
+and `longest`, the most characters of ordinary text in one token.
 """
 
 import bisect
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 from typing import Any
@@ -66,13 +70,16 @@ class Characters:
     Raises:
       ValueError: the text has a character without an id.
     """
+    self._check(text)
+    return [4 + _CHARACTERS.index(character) for character in text]
+
+  def _check(self, text: str) -> None:
     lacking = sorted(set(text) - set(_CHARACTERS))
     if lacking:
       raise ValueError(
           f"The character vocabulary has no {lacking[:5]}: only newline and "
           "printable ASCII. Use a pretrained model's tokenizer for this text."
       )
-    return [4 + _CHARACTERS.index(character) for character in text]
 
   def decode(self, ids: list[int]) -> str:
     """Text of ids; each special id becomes U+FFFD, so none disappears."""
@@ -87,6 +94,26 @@ class Characters:
         *self.encode(question),
     ]
     return Prompt(ids, list(range(len(ids))))
+
+  def plain(self, text: str) -> Prompt:
+    """A prompt that is only a text, after the id that begins prompts."""
+    ids = [self.bos_id, *self.encode(text)]
+    return Prompt(ids, list(range(len(ids))))
+
+  def conversation(self, messages: Sequence[Mapping]) -> Prompt:
+    """Raises ValueError: characters have no ids for the roles of messages."""
+    raise ValueError(
+        f"{len(messages)} messages need the chat template of a pretrained "
+        "model, and the character vocabulary has none: write the prompt as "
+        "text."
+    )
+
+  def bound(self, prompt: str | Sequence[Mapping]) -> int:
+    """No prompt of this text has more ids; see `Chat.bound`."""
+    if not isinstance(prompt, str):
+      self.conversation(prompt)
+    self._check(prompt)
+    return 2 + len(prompt)
 
   def answer(self, prompt: Prompt, answer: str) -> list[int]:
     """Ids of an answer, with the stop id."""
@@ -158,6 +185,44 @@ class Chat:
     """
     return prompt_of(self.pretrained, question, document, date=self.date)
 
+  def plain(self, text: str) -> Prompt:
+    """A prompt without the template: the first token, if any, and a text."""
+    return plain_of(self.pretrained, text)
+
+  def conversation(self, messages: Sequence[Mapping]) -> Prompt:
+    """A prompt of messages, up to the header of the assistant's answer.
+
+    Args:
+      messages: {"role": ..., "content": ...}, in order.
+
+    Raises:
+      ValueError: there is no template, or it refuses the messages.
+    """
+    source = chat.encode_chat(self.pretrained, messages, date=self.date)
+    return Prompt(source.ids, [0] * len(source.ids), source)
+
+  def bound(self, prompt: str | Sequence[Mapping]) -> int:
+    """A number of ids that a prompt does not exceed, found without encoding it.
+
+    A tokenizer makes at most one id of a byte, unless it rewrites characters
+    before it divides them, as few do and to few characters.
+
+    Args:
+      prompt: a text or messages.
+
+    Raises:
+      ValueError: the template refuses the messages.
+    """
+    if isinstance(prompt, str):
+      return self._frame + len(prompt.encode())
+    rendered = chat.render_chat(self.pretrained, prompt, date=self.date)
+    return self._frame + len(rendered.encode())
+
+  @functools.cached_property
+  def _frame(self) -> int:
+    """Ids of a prompt with next to no text."""
+    return len(self.prompt("?").ids)
+
   def answer(self, prompt: Prompt, answer: str) -> list[int]:
     """Ids of an answer to a prompt, with the end of the turn.
 
@@ -217,13 +282,13 @@ def prompt_of(
   content = f"{document}\n\n{question}" if document else question
   if pretrained.chat_template is not None:
     messages = [{"role": "user", "content": content}]
-    before, source = [], chat.encode_chat(pretrained, messages, date=date)
+    source = chat.encode_chat(pretrained, messages, date=date)
+    whole = Prompt(source.ids, [0] * len(source.ids), source)
   else:
-    before = tokenizer_lib.first_ids(pretrained.tokenizer)
-    source = chat.encode_text(pretrained, content)
-  ids = [*before, *source.ids]
+    whole = plain_of(pretrained, content)
   if not document:
-    return Prompt(ids, [0] * len(ids), source)
+    return whole
+  source = whole.source
   stripped = content.strip()  # because some templates do
   start = source.text.rfind(stripped)
   if start < 0:
@@ -232,8 +297,16 @@ def prompt_of(
         f"{len(document)} characters and its question."
     )
   start -= content.find(stripped)
-  ends = [0] * len(before) + [end - start for end in source.ends]
-  return Prompt(ids, ends, source)
+  first = len(whole.ids) - len(source.ids)
+  ends = [0] * first + [end - start for end in source.ends]
+  return Prompt(whole.ids, ends, source)
+
+
+def plain_of(pretrained: pretrained_lib.Pretrained, text: str) -> Prompt:
+  """A prompt without a template: the tokenizer's first token, and a text."""
+  source = chat.encode_text(pretrained, text)
+  ids = [*tokenizer_lib.first_ids(pretrained.tokenizer), *source.ids]
+  return Prompt(ids, [0] * len(ids), source)
 
 
 Text = Characters | Chat

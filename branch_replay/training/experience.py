@@ -3,6 +3,7 @@
 """Experience: a prompt with its answers and their rewards, ready to learn from.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
@@ -81,6 +82,7 @@ class Experience:
     finished: bool[G], whether a stop id ended the answer.
     state: the captured state of the prompt, if it is held.
     counts: bool[G], whether the answer is learnt from; None for all.
+    parts: f32[G] by name, numbers that the rewards were made of.
   """
 
   id: str
@@ -90,6 +92,7 @@ class Experience:
   finished: np.ndarray
   state: state_lib.PrefixState | None = None
   counts: np.ndarray | None = None
+  parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
   def counted(self) -> np.ndarray:
@@ -154,19 +157,33 @@ def collect(
       prompt, tails=jnp.asarray(tokens), tail_lengths=jnp.asarray(lengths)
   )
   asked = finished | (rollouts.truncated == "score")
-  rewards = [
-      task.reward(example, row[:length]) if ask else 0.0
-      for row, length, ask in zip(tokens, lengths, asked, strict=True)
-  ]
+  scored = scored_rows(task, example, tokens, lengths, asked)
   # Learning reads them as float32; one too large becomes ∞ and is refused.
   with np.errstate(over="ignore"):
-    rewards = np.asarray(rewards, np.float32)
+    rewards = np.asarray([one.value for one in scored], np.float32)
+    parts_NG = np.asarray([one.parts for one in scored], np.float32).T
   rewards = advantages.check_rewards(rewards, (rollouts.branches,))
   return Experience(
       example.id, group, log_probs, rewards, finished,
       None if rollouts.hold == "nothing" else state,
       finished if rollouts.truncated == "leave_out" else None,
+      dict(zip(task.part_names, parts_NG, strict=True)),
   )
+
+
+def scored_rows(
+    task: task_lib.Task, example: task_lib.Example, tokens_GT, lengths_G,
+    asked_G,
+) -> list[task_lib.Scored]:
+  """What the answers of a rollout earned; 0 for those that are not asked for.
+  """
+  answers = [
+      row[:length]
+      for row, length, ask in zip(tokens_GT, lengths_G, asked_G, strict=True)
+      if ask
+  ]
+  found = iter(task.rewards(example, answers))
+  return [next(found) if ask else task.unscored for ask in asked_G]
 
 
 def bare(one: Experience) -> Experience:
@@ -232,22 +249,68 @@ def given(
     ValueError: the example has no answer, or a longer one.
   """
   check_answer(example)
-  answer = np.asarray(example.answer_ids)
-  if answer.size > width:
+  return _known(model, example, [example.answer_ids], [1.0], width)
+
+
+def given_pair(
+    model: decoder.Decoder, example: task_lib.Example, *, width: int
+) -> Experience:
+  """An experience of two answers: the example's own, and its rejected one.
+
+  Args:
+    model: the decoder.
+    example: an example with both, of at most `width` tokens each.
+    width: T, tokens that the answers are padded to.
+
+  Returns:
+    The experience; its rewards are 1 and 0.
+
+  Raises:
+    ValueError: the example lacks an answer, or one is longer.
+  """
+  check_pair(example)
+  answers = [example.answer_ids, example.rejected_ids]
+  return _known(model, example, answers, [1.0, 0.0], width)
+
+
+def _known(model, example, answers, rewards, width) -> Experience:
+  """An experience whose answers are known and not sampled."""
+  longest = max(map(len, answers))
+  if longest > width:
     raise ValueError(
-        f"The answer of {example.id!r} has {answer.size} tokens and max_tokens="
+        f"The answer of {example.id!r} has {longest} tokens and max_tokens="
         f"{width}: raise max_tokens."
     )
   group = group_lib.Group.create(
-      example.prompt_ids, [answer], config=model.config
+      example.prompt_ids, answers, config=model.config
   )
-  tails = np.zeros((1, width), np.int32)
-  tails[0, : answer.size] = answer
+  tails = np.zeros((len(answers), width), np.int32)
+  for row, answer in zip(tails, answers, strict=True):
+    row[: len(answer)] = answer
   return Experience(
       example.id, dataclasses.replace(group, tails=jnp.asarray(tails)),
-      np.zeros((1, width), np.float32), np.ones(1, np.float32),
-      np.ones(1, bool),
+      np.zeros(tails.shape, np.float32), np.asarray(rewards, np.float32),
+      np.ones(len(answers), bool),
   )
+
+
+def check_pair(example: task_lib.Example) -> None:
+  """Raises ValueError for an example without a pair of different answers."""
+  lacks = [
+      name for name in ("answer_ids", "rejected_ids")
+      if getattr(example, name) is None
+  ]
+  if lacks:
+    raise ValueError(
+        f"Example {example.id!r} has no {' and no '.join(lacks)}: a phase of "
+        "preference pairs needs both in every row, which are 'chosen' and "
+        "'rejected' in a file."
+    )
+  if np.array_equal(example.answer_ids, example.rejected_ids):
+    raise ValueError(
+        f"The chosen and the rejected answer of {example.id!r} are the same: "
+        "take the row out."
+    )
 
 
 def check_answer(example: task_lib.Example) -> None:
@@ -294,5 +357,6 @@ def take(one: Experience, rows: np.ndarray, arrays: Any = ()):
       one, group=group, log_probs=one.log_probs[rows],
       rewards=one.rewards[rows], finished=one.finished[rows],
       counts=None if one.counts is None else one.counts[rows],
+      parts={name: x[rows] for name, x in one.parts.items()},
   )
   return taken, jax.tree.map(lambda x: x[rows], arrays)

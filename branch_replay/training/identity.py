@@ -23,6 +23,7 @@ import warnings
 
 import numpy as np
 
+from branch_replay.tasks import files
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
 
@@ -34,8 +35,11 @@ _FREE = {
     "Schedule": ("layout",),
     "Rollouts": ("hold",),
     "Learner": ("model",),
+    "Part": ("source",),  # where the file is; its content is in `digest`
+    "Rewards": ("workers", "timeout"),
     "HeldOutEvaluation": ("every",),
     "Supervised": ("learning_rate",),  # a copy for the log
+    "Pairwise": ("learning_rate",),
     "Reinforce": ("learning_rate", "speculator"),
 }
 # Classes that checkpoints know by another name. Without this, the checkpoint of
@@ -221,11 +225,16 @@ def _array(value) -> str:
 
 
 def _task(task: task_lib.Task, inner) -> dict:
-  """A task's name, reward and rows; at most `_ROWS` rows of a split are read.
+  """A task's name, reward and rows.
+
+  At most `_ROWS` rows of a split are read; rows of files have digests.
   """
   rows = {}
   for name in sorted(task.rows):
     split = task.rows[name]
+    if isinstance(split, files.Rows):  # knows every byte of its file
+      rows[name] = f"{len(split)} rows {split.digest}"
+      continue
     step = max(1, -(-len(split) // _ROWS))
     digest = _digest(
         part
@@ -245,6 +254,8 @@ def _parts(row: task_lib.Example):
   yield np.asarray(row.prompt_ids, np.int64)
   if row.answer_ids is not None:
     yield np.asarray(row.answer_ids, np.int64)
+  if row.rejected_ids is not None:
+    yield np.asarray(row.rejected_ids, np.int64)
 
 
 def _digest(arrays) -> str:

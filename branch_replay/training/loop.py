@@ -30,6 +30,7 @@ from branch_replay.training import checkpoints as checkpoints_lib
 from branch_replay.training import experience
 from branch_replay.training import identity
 from branch_replay.training import metrics
+from branch_replay.training import pairwise
 from branch_replay.training import phases as phases_lib
 from branch_replay.training import step as step_lib
 
@@ -54,6 +55,7 @@ class HeldOutEvaluation:
   every: int = 20
 
   def __post_init__(self):
+    task_lib.check_scored(self.task)
     there = len(self.task.split(self.split))
     if not 1 <= self.prompts <= there or self.every < 1:
       raise ValueError(
@@ -74,7 +76,8 @@ class TrainingRun:
   Attributes:
     model: the decoder.
     phases: the phases in their order; all train the same parameters.
-    evaluation: how the run is evaluated.
+    evaluation: how the run is evaluated; None for not at all, as of a task
+      without a reward.
     seed: seed of everything random in the run.
     checkpoint_every: steps between two checkpoints. The last step of the run is
       saved in any case.
@@ -86,8 +89,8 @@ class TrainingRun:
   """
 
   model: decoder.Decoder
-  phases: Sequence[phases_lib.Phase]
-  evaluation: HeldOutEvaluation
+  phases: Sequence[phases_lib.Phase | pairwise.Pairwise]
+  evaluation: HeldOutEvaluation | None = None
   seed: int = 0
   checkpoint_every: int = 50
   most_skipped: int = 5
@@ -96,10 +99,11 @@ class TrainingRun:
   def __post_init__(self):
     if not self.phases or any(phase.steps < 1 for phase in self.phases):
       raise ValueError("A run needs phases of at least one step each.")
-    phases_lib.check_room(
-        self.model.config, self.evaluation.task, self.evaluation.split,
-        self.evaluation.rollouts,
-    )
+    if self.evaluation is not None:
+      phases_lib.check_room(
+          self.model.config, self.evaluation.task, self.evaluation.split,
+          self.evaluation.rollouts,
+      )
     for field, least in (
         ("checkpoint_every", 1), ("most_skipped", 1), ("warn_after", 0),
     ):
@@ -180,7 +184,7 @@ def train(
     bar = stack.enter_context(
         tqdm.tqdm(total=run.steps, initial=progress.step, unit="step")
     )
-    if not progress.step:
+    if not progress.step and run.evaluation is not None:
       reward = _evaluate(run, train_state, run.phases[0])
       log.write(0, "before", {"eval/reward": reward})
     while progress.step < run.steps and not stop.requested:
@@ -210,7 +214,9 @@ def train(
       )
       for text in found:
         warnings.warn(f"Step {done}, {phase.name!r}: {text}", stacklevel=2)
-      if done % run.evaluation.every == 0 or place + 1 == phase.steps:
+      if run.evaluation is not None and (
+          done % run.evaluation.every == 0 or place + 1 == phase.steps
+      ):
         with phases_lib.Clock() as clock:
           scalars["eval/reward"] = _evaluate(run, train_state, phase)
         scalars["time/evaluate"] = clock.seconds

@@ -27,7 +27,7 @@ from branch_replay.training import learner as learner_lib
 from branch_replay.training import step as step_lib
 from branch_replay.training.drafting import speculator as speculator_lib
 
-_LOOKED_AT = 256  # rows whose answers are measured before training
+_LOOKED_AT = 256  # rows that are measured before training
 # Folded into keys, so that different uses draw different numbers.
 _SAMPLING, _CHUNKS, _EVALUATION = 2**31, 2**31 + 1, 2**31 + 2
 
@@ -79,8 +79,7 @@ class Supervised:
   def __post_init__(self):
     if self.prompts < 1:
       raise ValueError(f"prompts must be at least 1, not {self.prompts}.")
-    rows = self.task.split("train")
-    looked_at = [rows[at] for at in range(min(_LOOKED_AT, len(rows)))]
+    looked_at = first_rows(self.task, "train")
     for row in looked_at:
       experience_lib.check_answer(row)
     longest = max(len(row.answer_ids) for row in looked_at)
@@ -299,6 +298,7 @@ class Reinforce:
     return {
         "reward/mean": of_rewards["reward_mean"],
         "reward/spread": of_rewards["reward_spread"],
+        **reward_parts(drawn),
         # Groups of which no answer counts are included.
         "dead_groups": float(np.mean(advantages.is_dead(rewards, counted))),
         **as_floats(metrics.answers(
@@ -343,6 +343,16 @@ def _rate(learning_rate, version: int) -> dict[str, float]:
   return {"learning_rate": float(learning_rate(version))}
 
 
+def reward_parts(drawn) -> dict[str, float]:
+  """The mean of each number that rewards were made of, as reward/<name>."""
+  counted = np.stack([one.counted for one in drawn])
+  found = {}
+  for name in drawn[0].parts:
+    values = np.stack([one.parts[name] for one in drawn])
+    found[f"reward/{name}"] = metrics.mean(values, counted)
+  return as_floats(found)
+
+
 def as_floats(scalars: dict) -> dict[str, float]:
   return {name: float(value) for name, value in scalars.items()}
 
@@ -385,12 +395,18 @@ def evaluate(
   return float(np.mean(rewards))
 
 
+def first_rows(task: task_lib.Task, split: str) -> list[task_lib.Example]:
+  """The rows of a split that are looked at before training."""
+  rows = task.split(split)
+  return [rows[at] for at in range(min(_LOOKED_AT, len(rows)))]
+
+
 def check_room(config, task, split: str, rollouts) -> None:
   """Raises ValueError if a prompt and its answer exceed the model's positions.
 
-  Only the first prompt of the split is looked at.
+  Only the first 256 prompts of the split are looked at.
   """
-  prompt = task.split(split)[0].prompt_ids.size
+  prompt = max(row.prompt_ids.size for row in first_rows(task, split))
   if prompt + rollouts.max_tokens > config.max_positions:
     raise ValueError(
         f"A prompt of {prompt} tokens and answers of max_tokens="
@@ -405,6 +421,7 @@ def check_together(phase: Reinforce):
   Examples: a group-relative advantage with one branch per prompt, or an answer
   sampled at another temperature than the loss scores it at.
   """
+  task_lib.check_scored(phase.task)
   algorithm, rollouts = phase.learner.algorithm, phase.rollouts
   branches = rollouts.branches
   grouped = isinstance(algorithm, algorithms.PolicyGradient)
