@@ -42,5 +42,6 @@ setuptools.setup(
             "ipykernel", "nbclient", "nbformat", "pytest", "pytest-xdist",
             "ruff",
         ],
+        "wandb": ["wandb"],
     },
 )

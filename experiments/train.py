@@ -103,6 +103,7 @@ def build(config: ml_collections.ConfigDict) -> Problem:
       config.checkpoint_every,
       config.most_skipped,
       config.warn_after,
+      decode=text.decode,
   )
   return Problem(run, pretrained.params, pretrained)
 

@@ -40,12 +40,14 @@ class StepOutcome(NamedTuple):
     position: position of the next example in the phase's stream of examples.
     scalars: numbers to log, by name.
     examples: ids of the examples the step learnt from.
+    sampled: all that was sampled, without states.
   """
 
   train_state: step_lib.TrainState
   position: int
   scalars: dict[str, float]
   examples: tuple[str, ...] = ()
+  sampled: tuple[experience_lib.Experience, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Supervised:
             "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
+            "tokens_learnt": tokens_of(batch),
         },
         tuple(one.id for one in batch),
     )
@@ -246,8 +249,10 @@ class Reinforce:
             "learning_rate": float(self.learning_rate(version)),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
+            "tokens_learnt": self.epochs * tokens_of(batch),
         },
         tuple(one.id for one in batch),
+        tuple(drawn),
     )
 
   def _sample(self, params, position, key, version):
@@ -334,6 +339,11 @@ def mismatch(report: dict) -> dict[str, float]:
       name: value for name, value in report.items()
       if name.startswith("mismatch")
   })
+
+
+def tokens_of(batch) -> float:
+  """Tokens of all answers of a batch."""
+  return float(sum(np.sum(one.group.tail_lengths) for one in batch))
 
 
 def as_floats(scalars: dict) -> dict[str, float]:

@@ -1,0 +1,124 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM: the first ends a run after its step, a second at once.
+
+Python runs signal handlers between two instructions of the main thread, and
+while XLA compiles there is none for minutes. Python's signal handling in C,
+however, writes the number of every signal to a socket as soon as it comes
+(`signal.set_wakeup_fd`). A thread reads that socket. It answers at once, and
+it ends the process if the main thread does not come back after a second signal.
+"""
+
+from collections.abc import Callable
+import os
+import signal
+import socket
+import sys
+import threading
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+GRACE = 2.0  # seconds the main thread has to act on a second signal
+
+
+class Stop:
+  """Turns the first interrupt or termination into a request to stop.
+
+  It is a context manager; outside of the main thread, where Python allows no
+  handlers, it does nothing. A second signal has the effect that it has without
+  this class, KeyboardInterrupt for Ctrl-C. If the main thread is busy outside
+  of Python and cannot take it, the process is ended with the exit status
+  128 + number of the signal.
+
+  Args:
+    saved: function that returns the last step whose checkpoint is complete, or
+      None. It is called from another thread.
+
+  Attributes:
+    requested: whether a signal has come.
+  """
+
+  def __init__(self, saved: Callable[[], int | None]):
+    self.requested = False
+    self._saved = saved
+    self._handled = 0  # by handlers, in the main thread
+    self._seen = 0  # by the thread that reads the socket
+    self._told, self._taken = threading.Event(), threading.Event()
+    self._before = {}
+
+  def __enter__(self) -> "Stop":
+    if threading.current_thread() is not threading.main_thread():
+      return self
+    self._read, self._write = socket.socketpair()
+    self._write.setblocking(False)
+    self._other = signal.set_wakeup_fd(
+        self._write.fileno(), warn_on_full_buffer=False
+    )
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._thread.start()
+    for number in NUMBERS:
+      self._before[number] = signal.signal(number, self._handle)
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._taken.set()
+    self._restore()
+    if hasattr(self, "_thread"):
+      signal.set_wakeup_fd(self._other)
+      self._write.close()  # ends the thread
+      self._thread.join()
+      self._read.close()
+
+  def _handle(self, number: int, _) -> None:
+    self.requested = True
+    self._handled += 1
+    # While the main thread was busy, two signals may have become one call.
+    if max(self._handled, self._seen) > 1:
+      self._told.wait(GRACE)
+      self._taken.set()
+      self._restore()
+      signal.raise_signal(number)
+
+  def _restore(self) -> None:
+    for number, handler in self._before.items():
+      signal.signal(number, handler)
+    self._before = {}
+
+  def _watch(self) -> None:
+    while data := self._read.recv(64):
+      for number in data:
+        if number in NUMBERS:
+          self._answer(number)
+        elif self._other != -1:  # of whoever else waits for signals
+          os.write(self._other, bytes([number]))
+
+  def _answer(self, number: int) -> None:
+    self._seen += 1
+    if self._seen == 1:
+      self.requested = True
+      _say(
+          "Stopping after this step; the checkpoint follows. Press Ctrl-C "
+          f"again to stop at once, losing what was done since step "
+          f"{self._last() or 0}."
+      )
+    elif self._seen == 2:
+      step = self._last()
+      _say("Stopping at once; " + (
+          "nothing is saved yet." if step is None else
+          f"step {step} is saved, and the same command goes on from there."
+      ))
+      self._told.set()
+      if not self._taken.wait(GRACE):
+        os._exit(128 + number)
+
+
+  def _last(self) -> int | None:
+    for _ in range(3):
+      try:
+        return self._saved()
+      except OSError:  # a folder that was just moved or deleted
+        continue
+    return None
+
+
+def _say(text: str) -> None:
+  print(f"\n{text}", file=sys.stderr, flush=True)
