@@ -120,8 +120,8 @@ def weights_and_biases(
     import wandb  # not a dependency, and slow to import
   except ImportError as error:
     raise ValueError(
-        "Weights & Biases is not installed. Install it with pip install "
-        "'branch_replay[wandb]', or with pip install wandb, or do without it."
+        "Weights & Biases is not installed. Install it with `pip install "
+        "wandb`, or leave this writer out."
     ) from error
 
   def make(place: Place) -> _WeightsAndBiases:
