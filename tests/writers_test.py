@@ -246,7 +246,7 @@ def test_answers_are_shown_in_a_line_each(tmp_path, clock, capsys, monkeypatch):
   said = capsys.readouterr().err.splitlines()
   assert said[0] == "Step 1, rl, sampled for row-1:"
   assert said[1] == "   prompt  …" + "x" * 23 + "⏎end"
-  assert said[2] == "    1.000  ·[31mword word word word wor…"
+  assert said[2] == "    1.000  ·[31mword word word word wo…"
   assert said[3] == "    0.000  a⏎fish (cut off)"
   assert said[-1].split()[:3] == ["and", "2", "more"]
   assert len(said) == 7 and all(len(line) <= 40 for line in said)

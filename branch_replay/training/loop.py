@@ -151,8 +151,8 @@ def train(
 
   A run that resumes must be the same run as the one that was saved, see
   `identity`. It may change: the devices, `hold`, drafting, how often it
-  evaluates, saves or warns, the number of steps of the phase it is in, and the
-  phases after the saved ones.
+  evaluates, saves or warns, what it writes and shows, the number of steps of
+  the phase it is in, and the phases after the saved ones.
 
   Args:
     run: what is trained.
@@ -169,8 +169,8 @@ def train(
 
   Raises:
     ValueError: the checkpoint is of another run (every difference is named); a
-      line of metrics.jsonl is damaged; parameters are not finite; or
-      `run.most_skipped` updates in a row were skipped.
+      line of metrics.jsonl or completions.jsonl is damaged; parameters are not
+      finite; or `run.most_skipped` updates in a row were skipped.
   """
   workdir = pathlib.Path(workdir)
   about = identity.of_run(run)
@@ -239,6 +239,7 @@ def train(
     if stop.requested and progress.step < run.steps:
       _save_drafters(run)
       checkpoints.save(train_state, progress, about)
+      checkpoints.wait()
       print(
           f"Stopped after step {progress.step} of {run.steps}; the same "
           "command goes on from there."

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM: the first ends a run after its step, a second at once.
 
-Python runs signal handlers between two instructions of the main thread, and
-while XLA compiles there is none for minutes. Python's signal handling in C,
-however, writes the number of every signal to a socket as soon as it comes
-(`signal.set_wakeup_fd`). A thread reads that socket. It answers at once, and
-it ends the process if the main thread does not come back after a second signal.
+Python runs signal handlers in the main thread alone, and only between two of
+its instructions. The main thread may be inside of a library for minutes, where
+XLA compiles for instance, and the interpreter waits for the compiler even when
+it exits. So a thread of its own answers. Python tells it of every signal at
+once by a socket (`signal.set_wakeup_fd`).
 """
 
 from collections.abc import Callable
@@ -17,17 +17,15 @@ import sys
 import threading
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-GRACE = 2.0  # seconds the main thread has to act on a second signal
 
 
 class Stop:
   """Turns the first interrupt or termination into a request to stop.
 
   It is a context manager; outside of the main thread, where Python allows no
-  handlers, it does nothing. A second signal has the effect that it has without
-  this class, KeyboardInterrupt for Ctrl-C. If the main thread is busy outside
-  of Python and cannot take it, the process is ended with the exit status
-  128 + number of the signal.
+  handlers, it does nothing. A second signal ends the process, with the exit
+  status 128 + number of the signal. In an interactive session, a notebook for
+  instance, it has its usual effect instead: KeyboardInterrupt for Ctrl-C.
 
   Args:
     saved: function that returns the last step whose checkpoint is complete, or
@@ -42,7 +40,8 @@ class Stop:
     self._saved = saved
     self._handled = 0  # by handlers, in the main thread
     self._seen = 0  # by the thread that reads the socket
-    self._told, self._taken = threading.Event(), threading.Event()
+    self._told = threading.Event()
+    self._thread = None
     self._before = {}
 
   def __enter__(self) -> "Stop":
@@ -60,9 +59,8 @@ class Stop:
     return self
 
   def __exit__(self, *_) -> None:
-    self._taken.set()
     self._restore()
-    if hasattr(self, "_thread"):
+    if self._thread is not None:
       signal.set_wakeup_fd(self._other)
       self._write.close()  # ends the thread
       self._thread.join()
@@ -72,9 +70,8 @@ class Stop:
     self.requested = True
     self._handled += 1
     # While the main thread was busy, two signals may have become one call.
-    if max(self._handled, self._seen) > 1:
-      self._told.wait(GRACE)
-      self._taken.set()
+    if max(self._handled, self._seen) > 1 and _interactive():
+      self._told.wait(1)
       self._restore()
       signal.raise_signal(number)
 
@@ -97,19 +94,18 @@ class Stop:
       self.requested = True
       _say(
           "Stopping after this step; the checkpoint follows. Press Ctrl-C "
-          f"again to stop at once, losing what was done since step "
+          "again to stop at once, losing what was done since step "
           f"{self._last() or 0}."
       )
     elif self._seen == 2:
       step = self._last()
-      _say("Stopping at once; " + (
+      _say("Stopped at once; " + (
           "nothing is saved yet." if step is None else
           f"step {step} is saved, and the same command goes on from there."
       ))
       self._told.set()
-      if not self._taken.wait(GRACE):
+      if not _interactive():
         os._exit(128 + number)
-
 
   def _last(self) -> int | None:
     for _ in range(3):
@@ -118,6 +114,10 @@ class Stop:
       except OSError:  # a folder that was just moved or deleted
         continue
     return None
+
+
+def _interactive() -> bool:
+  return hasattr(sys, "ps1")
 
 
 def _say(text: str) -> None:

@@ -94,13 +94,12 @@ class Terminal:
       prompt = _end(_plain(row["prompt"]), min(_PROMPT, width - 12))
       _say(f"   prompt  {prompt}")
       for answer in row["answers"][:_ANSWERS]:
-        text = _start(_plain(answer["text"]), width - 12)
-        if not answer["finished"]:
-          text = _start(_plain(answer["text"]), width - 20) + " (cut off)"
+        end = "" if answer["finished"] else " (cut off)"
+        text = _start(_plain(answer["text"]), width - 12 - len(end)) + end
         _say(f"{answer['reward']:9.3f}  {text}")
       more = len(row["answers"]) - _ANSWERS
       if more > 0:
-        _say(f"           and {more} more in completions.jsonl")
+        _say(f"     and {more} more in completions.jsonl")
 
   def close(self) -> None:
     pass
