@@ -98,7 +98,7 @@ def test_in_a_notebook_a_second_signal_interrupts(capsys, monkeypatch):
     with signals.Stop(lambda: None) as stop:
       signal.raise_signal(signal.SIGINT)
       assert stop.requested
-      wait_until(lambda: stop._seen == 1)
+      wait_until(lambda: stop._answered == 1)
       signal.raise_signal(signal.SIGINT)
   said = capsys.readouterr().err
   assert f"{FIRST} to stop at once, losing what was done since step 0." in said
@@ -135,6 +135,16 @@ def test_other_signals_reach_whoever_waited_for_them():
     signal.signal(signal.SIGUSR1, handler)
     read.close()
     write.close()
+
+
+def test_it_is_acknowledged_although_another_has_taken_the_socket(capsys):
+  """As an event loop that runs in the main thread does."""
+  with signals.Stop(lambda: 3) as stop:
+    mine = signal.set_wakeup_fd(-1)
+    signal.raise_signal(signal.SIGTERM)
+    wait_until(lambda: stop._answered == 1)
+    signal.set_wakeup_fd(mine)
+  assert "since step 3." in capsys.readouterr().err
 
 
 def test_outside_of_the_main_thread_nothing_is_changed():

@@ -10,6 +10,7 @@ once by a socket (`signal.set_wakeup_fd`).
 """
 
 from collections.abc import Callable
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import threading
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_BY_HANDLER = 128  # added to a number that a handler, not Python, has written
 
 
 class Stop:
@@ -40,6 +42,7 @@ class Stop:
     self._saved = saved
     self._handled = 0  # by handlers, in the main thread
     self._seen = 0  # by the thread that reads the socket
+    self._answered = 0
     self._told = threading.Event()
     self._thread = None
     self._before = {}
@@ -69,6 +72,9 @@ class Stop:
   def _handle(self, number: int, _) -> None:
     self.requested = True
     self._handled += 1
+    with contextlib.suppress(BlockingIOError):
+      # An event loop may have taken the socket's place for a while.
+      self._write.send(bytes([number | _BY_HANDLER]))
     # While the main thread was busy, two signals may have become one call.
     if max(self._handled, self._seen) > 1 and _interactive():
       self._told.wait(1)
@@ -84,20 +90,23 @@ class Stop:
     while data := self._read.recv(64):
       for number in data:
         if number in NUMBERS:
-          self._answer(number)
-        elif self._other != -1:  # of whoever else waits for signals
+          self._seen += 1
+        elif not number & _BY_HANDLER and self._other != -1:
+          # Of whoever else waits for signals.
           os.write(self._other, bytes([number]))
+        while self._answered < max(self._seen, self._handled):
+          self._answered += 1
+          self._answer(number & ~_BY_HANDLER)
 
   def _answer(self, number: int) -> None:
-    self._seen += 1
-    if self._seen == 1:
+    if self._answered == 1:
       self.requested = True
       _say(
           "Stopping after this step; the checkpoint follows. Press Ctrl-C "
           "again to stop at once, losing what was done since step "
           f"{self._last() or 0}."
       )
-    elif self._seen == 2:
+    elif self._answered == 2:
       step = self._last()
       _say("Stopped at once; " + (
           "nothing is saved yet." if step is None else
