@@ -43,5 +43,6 @@ setuptools.setup(
             "ipykernel", "nbclient", "nbformat", "pytest", "pytest-xdist",
             "ruff",
         ],
+        "wandb": ["wandb"],
     },
 )

@@ -212,6 +212,7 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
         "truncated": 1 - np.mean(stopped),
         "entropy": -sum(x.sum() for _, x in drawn) / lengths.sum(),
         "prompts_drawn": len(drawn), "tokens_sampled": lengths.sum(),
+        "tokens_learnt": 2 * sum(len(t) for one in batch for t in one.tails),
         "loss": losses[0], "grad_norm": np.mean(norms),
         "learning_rate": RATES[begun],
     }.items():
@@ -252,6 +253,7 @@ def test_two_supervised_steps_are_those_replayed_by_hand(x64):
     for name, wanted in {
         "loss": value, "answer_loss": value, "grad_norm": norm,
         "learning_rate": RATES[step],
+        "tokens_learnt": sum(len(one.tails[0]) for one in batch),
     }.items():
       np.testing.assert_allclose(
           outcome.scalars[name], wanted, rtol=1e-6, err_msg=name

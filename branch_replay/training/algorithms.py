@@ -107,6 +107,17 @@ class PolicyGradient:
   def loss(self):
     return self.objective
 
+  def advantages(self, batch) -> jax.Array:
+    """f32[N, G]: the advantage of every answer of N experiences."""
+    rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
+    # Others are not compared with an answer of no tokens.
+    there_NG = jnp.stack([one.group.tail_lengths > 0 for one in batch])
+    if self.advantage == "leave_one_out":
+      return advantages.leave_one_out(rewards_NG, there_NG)
+    return advantages.group_relative(
+        rewards_NG, there_NG, normalize=self.advantage == "group_relative"
+    )
+
   def prepare(self, batch, known: Known):
     """Computes advantages and token weights for a batch.
 
@@ -118,18 +129,9 @@ class PolicyGradient:
       The experiences to run, and a tuple of arguments for the loss whose leaves
       have the leading axes [N, G].
     """
-    rewards_NG = jnp.asarray(np.stack([one.rewards for one in batch]))
-    # Others are not compared with an answer of no tokens.
-    there_NG = jnp.stack([one.group.tail_lengths > 0 for one in batch])
-    if self.advantage == "leave_one_out":
-      advantages_NG = advantages.leave_one_out(rewards_NG, there_NG)
-    else:
-      advantages_NG = advantages.group_relative(
-          rewards_NG, there_NG, normalize=self.advantage == "group_relative"
-      )
     ratio = self.objective.ratio != "none"
     answers = self.objective.answers(
-        masks(batch), advantages_NG,
+        masks(batch), self.advantages(batch),
         old_log_probs=log_probs(batch) if ratio else None,
         reference_log_probs=_stacked(known.reference),
     )

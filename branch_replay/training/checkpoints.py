@@ -65,8 +65,12 @@ class Checkpoints:
     return self
 
   def __exit__(self, *_) -> None:
-    self._manager.wait_until_finished()
+    self.wait()
     self._manager.close()
+
+  def wait(self) -> None:
+    """Waits until what is being saved is complete."""
+    self._manager.wait_until_finished()
 
   def latest(self) -> int | None:
     """Steps done in the latest complete checkpoint, or None."""

@@ -13,13 +13,10 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import pathlib
-import signal
-import threading
 from typing import Any
 import warnings
 
 import jax
-import tqdm
 
 from branch_replay.models import decoder
 from branch_replay.tasks import task as task_lib
@@ -27,12 +24,18 @@ from branch_replay.training import actor_critic
 from branch_replay.training import alarms
 from branch_replay.training import algorithms
 from branch_replay.training import checkpoints as checkpoints_lib
+from branch_replay.training import completions as completions_lib
 from branch_replay.training import experience
 from branch_replay.training import identity
 from branch_replay.training import metrics
 from branch_replay.training import pairwise
 from branch_replay.training import phases as phases_lib
+from branch_replay.training import signals
 from branch_replay.training import step as step_lib
+from branch_replay.training import terminal
+from branch_replay.training import writers as writers_lib
+
+WRITERS = (writers_lib.TensorBoard, terminal.Terminal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +87,16 @@ class TrainingRun:
     most_skipped: number of consecutive updates skipped because the loss or the
       gradient is not finite at which the run saves its parameters and stops
       with an error.
-    warn_after: consecutive steps without a group whose rewards differ, or
-      without an answer that stopped, after which the run warns; 0 for never.
+    warn_after: consecutive steps in which something is wrong after which the
+      run warns, see `alarms`; 0 for no warnings.
+    decode: function from ids to text, for sampled answers that are written;
+      None writes the ids.
+    completions_every: steps between two that write sampled answers. The first
+      step of each phase does in any case, unless this is 0, for never.
+    completion_prompts: most prompts a step whose answers are written.
+    writers: functions that open the writers of numbers and answers, in addition
+      to metrics.jsonl and completions.jsonl. To add one, name the default ones
+      too: `(*loop.WRITERS, writers.weights_and_biases(project="mine"))`.
   """
 
   model: decoder.Decoder
@@ -95,6 +106,10 @@ class TrainingRun:
   checkpoint_every: int = 50
   most_skipped: int = 5
   warn_after: int = 10
+  decode: completions_lib.Decode | None = None
+  completions_every: int = 10
+  completion_prompts: int = 2
+  writers: Sequence[writers_lib.Open] = WRITERS
 
   def __post_init__(self):
     if not self.phases or any(phase.steps < 1 for phase in self.phases):
@@ -106,6 +121,7 @@ class TrainingRun:
       )
     for field, least in (
         ("checkpoint_every", 1), ("most_skipped", 1), ("warn_after", 0),
+        ("completions_every", 0), ("completion_prompts", 1),
     ):
       if getattr(self, field) < least:
         raise ValueError(
@@ -142,14 +158,15 @@ def train(
 
   A run that resumes must be the same run as the one that was saved, see
   `identity`. It may change: the devices, `hold`, drafting, how often it
-  evaluates, saves or warns, the number of steps of the phase it is in, and the
-  phases after the saved ones.
+  evaluates, saves or warns, what it writes and shows, the number of steps of
+  the phase it is in, and the phases after the saved ones.
 
   Args:
     run: what is trained.
     params: parameters before the first step, on one device. They are read if
       there is no checkpoint yet, and not changed.
-    workdir: folder of metrics.jsonl, TensorBoard's files and checkpoints.
+    workdir: folder of metrics.jsonl, completions.jsonl, TensorBoard's files and
+      checkpoints.
     may_differ: further parts of the run that may have changed, named by their
       paths as the error message names them, e.g. "phases[0].learner.optimizer".
 
@@ -159,8 +176,8 @@ def train(
 
   Raises:
     ValueError: the checkpoint is of another run (every difference is named); a
-      line of metrics.jsonl is damaged; parameters are not finite; or
-      `run.most_skipped` updates in a row were skipped.
+      line of metrics.jsonl or completions.jsonl is damaged; parameters are not
+      finite; or `run.most_skipped` updates in a row were skipped.
   """
   workdir = pathlib.Path(workdir)
   about = identity.of_run(run)
@@ -168,7 +185,7 @@ def train(
     checkpoints = stack.enter_context(
         checkpoints_lib.Checkpoints(workdir / "checkpoints")
     )
-    stop = stack.enter_context(_Signals())
+    stop = stack.enter_context(signals.Stop(checkpoints.latest))
     for one in run.phases:
       if one.speculator is not None:
         where = workdir / "drafter" / one.name
@@ -178,39 +195,41 @@ def train(
     )
     streaks = alarms.Streaks()
     # A run that starts writes the row of step 0 again.
-    log = stack.enter_context(
-        metrics.Log(workdir, start=progress.step or -1)
-    )
-    bar = stack.enter_context(
-        tqdm.tqdm(total=run.steps, initial=progress.step, unit="step")
-    )
+    log = stack.enter_context(metrics.Log(
+        workdir, start=progress.step or -1, steps=run.steps,
+        writers=run.writers,
+    ))
     if not progress.step and run.evaluation is not None:
       reward = _evaluate(run, train_state, run.phases[0])
       log.write(0, "before", {"eval/reward": reward})
     while progress.step < run.steps and not stop.requested:
       number, place = run.place(progress.step)
       phase = run.phases[number]
-      bar.set_description(phase.name)
       if place == 0 and progress.step:
         train_state, reference = _enter(
             run, number, train_state.params, checkpoints
         )
-      outcome = phase.step(
-          train_state, reference, progress.position if place else 0,
-          jax.random.fold_in(jax.random.key(run.seed), progress.step),
-      )
+      with phases_lib.Clock() as clock:
+        outcome = phase.step(
+            train_state, reference, progress.position if place else 0,
+            jax.random.fold_in(jax.random.key(run.seed), progress.step),
+        )
       train_state = outcome.train_state
       done = progress.step + 1
       progress = checkpoints_lib.Progress(done, outcome.position, run.seed)
-      scalars = dict(outcome.scalars)
+      scalars = outcome.scalars | _throughput(outcome.scalars, clock.seconds)
       skipped = int(train_state.skipped)
+      _write_completions(
+          run, log, done, outcome, due=place == 0 or skipped >= run.most_skipped
+      )
       if skipped >= run.most_skipped:
         log.write(done, phase.name, scalars)
         _save_drafters(run)
         checkpoints.save(train_state, progress, about)
         raise ValueError(_not_finite(run, phase, done, skipped, outcome))
       streaks, found = alarms.observe(
-          streaks, scalars, after=run.warn_after, compares=_compares(phase)
+          streaks, scalars, after=run.warn_after, compares=_compares(phase),
+          compute_dtype=run.model.config.compute_dtype,
       )
       for text in found:
         warnings.warn(f"Step {done}, {phase.name!r}: {text}", stacklevel=2)
@@ -224,13 +243,12 @@ def train(
       if saves:
         scalars |= _save_drafters(run)
       log.write(done, phase.name, scalars)
-      bar.set_postfix(_shown(scalars), refresh=False)
-      bar.update()
       if saves:
         checkpoints.save(train_state, progress, about)
     if stop.requested and progress.step < run.steps:
       _save_drafters(run)
       checkpoints.save(train_state, progress, about)
+      checkpoints.wait()
       print(
           f"Stopped after step {progress.step} of {run.steps}; the same "
           "command goes on from there."
@@ -355,34 +373,22 @@ def _save_drafters(run: TrainingRun) -> dict[str, float]:
   return {"time/draft_save": sum(one.save() for one in drafters)}
 
 
-def _shown(scalars) -> dict[str, str]:
-  names = ("loss", "answer_loss", "reward/mean", "eval/reward")
-  return {
-      name: f"{scalars[name]:.3f}" for name in names if name in scalars
-  }
+def _write_completions(
+    run: TrainingRun, log: metrics.Log, step: int, outcome, *, due: bool
+) -> None:
+  """Writes sampled answers of a step, if there are any and it is time."""
+  every = run.completions_every
+  if not every or not outcome.sampled or not (due or step % every == 0):
+    return
+  phase = run.phases[run.place(step - 1)[0]]
+  log.completions(step, completions_lib.rows(
+      step, phase.name, outcome.sampled, decode=run.decode,
+      algorithm=phase.learner.algorithm, prompts=run.completion_prompts,
+  ))
 
 
-class _Signals:
-  """Turns the first interrupt or termination into a request to stop."""
-
-  def __init__(self):
-    self.requested = False
-    self._before = {}
-
-  def __enter__(self) -> "_Signals":
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGINT, signal.SIGTERM):
-        self._before[number] = signal.signal(number, self._request)
-    return self
-
-  def __exit__(self, *_) -> None:
-    self._restore()
-
-  def _request(self, *_) -> None:
-    self.requested = True
-    self._restore()  # a second signal takes effect at once
-
-  def _restore(self) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-    self._before = {}
+def _throughput(scalars, seconds: float) -> dict[str, float]:
+  """Tokens of answers a second, sampled ones and those learnt from."""
+  names = ("tokens_sampled", "tokens_learnt")
+  tokens = [scalars[name] for name in names if name in scalars]
+  return {"tokens_per_second": sum(tokens) / seconds} if tokens else {}

@@ -40,12 +40,14 @@ class StepOutcome(NamedTuple):
     position: position of the next example in the phase's stream of examples.
     scalars: numbers to log, by name.
     examples: ids of the examples the step learnt from.
+    sampled: all that was sampled, without states.
   """
 
   train_state: step_lib.TrainState
   position: int
   scalars: dict[str, float]
   examples: tuple[str, ...] = ()
+  sampled: tuple[experience_lib.Experience, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Supervised:
             **_rate(self.learning_rate, version),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
+            "tokens_learnt": tokens_of(batch),
         },
         tuple(one.id for one in batch),
     )
@@ -245,8 +248,10 @@ class Reinforce:
             **_rate(self.learning_rate, version),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
+            "tokens_learnt": self.epochs * tokens_of(batch),
         },
         tuple(one.id for one in batch),
+        tuple(drawn),
     )
 
   def _sample(self, params, position, key, version):
@@ -351,6 +356,11 @@ def reward_parts(drawn) -> dict[str, float]:
     values = np.stack([one.parts[name] for one in drawn])
     found[f"reward/{name}"] = metrics.mean(values, counted)
   return as_floats(found)
+
+
+def tokens_of(batch) -> float:
+  """Tokens of all answers of a batch."""
+  return float(sum(np.sum(one.group.tail_lengths) for one in batch))
 
 
 def as_floats(scalars: dict) -> dict[str, float]:

@@ -24,6 +24,9 @@ SCHEDULE = (
 ADAMW = _OPTIMIZERS + "adamw_is_what_the_textbook_says"
 MOMENTS = _OPTIMIZERS + "moments_in_another_dtype_are_rounded_once_an_update"
 _STACKED = "stacked_sampled_test.py::test_"
+_WRITERS = "writers_test.py::test_"
+_ALARMS = "alarms_test.py::test_"
+_SIGNALS = "signals_test.py::test_"
 
 TRAINING = faults(
     ("only the last group's gradient is kept", "training/learner.py",
@@ -137,6 +140,37 @@ TRAINING = faults(
     ("what is done again is logged twice", "training/metrics.py",
      'if row["step"] <= start', 'if row["step"] <= start + 1',
      _PHASES + "rows_behind_the_last_checkpoint_are_dropped"),
+    ("the epochs of learnt tokens are not counted", "training/phases.py",
+     "self.epochs * tokens_of(batch)", "tokens_of(batch)", REINFORCE),
+    ("a stop id is part of an answer's text", "training/completions.py",
+     "ids[: length - bool(finished)]", "ids[:length]",
+     "completions_test.py::test_a_row_is_a_prompt_with_its_answers"),
+    ("answers left out of learning are compared", "training/completions.py",
+     "[experience_lib.learnt(one) for one in sampled]", "sampled",
+     "completions_test.py::test_advantages_are_those_that_are_learnt_from"),
+    ("the time left is that of all steps", "training/terminal.py",
+     "* (self._steps - step)", "* self._steps",
+     _WRITERS + "every_step_is_a_line_with_the_time_that_is_left"),
+    ("a terminal is steered by answers", "training/terminal.py",
+     'x if x.isprintable() else "·"', "x",
+     _WRITERS + "answers_are_shown_in_a_line_each"),
+    ("steps are sent twice", "training/writers.py",
+     'self._id, self._sent = known["id"], known["step"]',
+     'self._id = known["id"]',
+     _WRITERS + "a_run_that_goes_on_is_the_same_there_and_sends_nothing_twice"),
+    ("a mismatch is warned of late", "training/alarms.py",
+     "streaks.mismatch != 1 and not", "not",
+     _ALARMS + "a_mismatch_is_warned_of_when_it_begins_and_while_it_lasts"),
+    ("all dtypes round alike", "training/alarms.py",
+     "return MISMATCH_NARROW", "return MISMATCH_FLOAT32",
+     _ALARMS + "how_large_a_mismatch_may_be_depends_on_the_dtype[bfloat16-0.09"
+     "-0.11]"),
+    ("a second signal waits for the compiler", "training/signals.py",
+     "os._exit(128 + number)", "pass",
+     _SIGNALS + "a_signal_is_acknowledged_while_something_compiles"),
+    ("signals of others are swallowed", "training/signals.py",
+     "elif not number & _BY_HANDLER and self._other != -1:", "elif False:",
+     _SIGNALS + "other_signals_reach_whoever_waited_for_them"),
     ("answers are cut to the shortest", "training/experience.py",
      "longest = max(int", "longest = min(int",
      _PHASES + "the_width_of_a_batch_holds_its_longest_answer"),
