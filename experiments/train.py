@@ -30,7 +30,8 @@ from experiments.reporting import training
 # them. The library checks what may become of the phases and of their steps.
 _HARMLESS = (
     "devices", "data_dir", "export", "checkpoint_every", "most_skipped",
-    "warn_after", "evaluation.every", "phases",
+    "warn_after", "evaluation.every", "phases", "completions_every",
+    "completion_prompts", "wandb.project", "wandb.name", "task.workers",
 )
 _HARMLESS_OF_PHASE = ("steps", "hold")
 
@@ -81,6 +82,8 @@ def check_same(saved: dict, mine: dict, workdir: pathlib.Path) -> None:
       f"{name}.{field}" for name in {*saved["phases"], *mine["phases"]}
       for field in _HARMLESS_OF_PHASE
   )]
+  if mine["task"]["name"] == "file":  # a checkpoint knows their content
+    free += ["task.train", "task.validation", "task.test", "task.timeout"]
   differ = record.differences(saved, mine, free=free)
   if differ:
     raise ValueError(
@@ -107,7 +110,10 @@ def summary(config, rows: list[dict]) -> dict:
   last = {at["name"]: at for at in curve}
   return record.begin(
       config, curve=curve,
-      phases=[last[name] for name in ("before", *config.phases)],
+      # None without an evaluation, as in learning from given answers alone.
+      phases=[
+          last[name] for name in ("before", *config.phases) if name in last
+      ],
       mismatch_max=max(row.get("mismatch_max", 0.0) for row in rows),
   )
 

@@ -21,18 +21,21 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 
+from branch_replay import tasks
 from branch_replay.tasks import task as _task
 from branch_replay.training import build as _build
 from branch_replay.training.settings import AdapterSettings
 from branch_replay.training.settings import AlgorithmSettings
 from branch_replay.training.settings import EvaluationSettings
 from branch_replay.training.settings import OptimizerSettings
+from branch_replay.training.settings import PairwiseSettings
 from branch_replay.training.settings import PhaseSettings
 from branch_replay.training.settings import ReinforceSettings
 from branch_replay.training.settings import RunSettings
 from branch_replay.training.settings import SpeculationSettings
 from branch_replay.training.settings import StudySettings
 from branch_replay.training.settings import SupervisedSettings
+from branch_replay.training.settings import WandbSettings
 from branch_replay.weights.pretrained import Pretrained
 
 __all__ = [
@@ -40,12 +43,14 @@ __all__ = [
     "AlgorithmSettings",
     "EvaluationSettings",
     "OptimizerSettings",
+    "PairwiseSettings",
     "PhaseSettings",
     "ReinforceSettings",
     "RunSettings",
     "SpeculationSettings",
     "StudySettings",
     "SupervisedSettings",
+    "WandbSettings",
     "train",
 ]
 
@@ -63,7 +68,7 @@ def train(
     start: the model to begin with; `br.load` loads one.
     task: prompts and rewards; `tasks.from_files` makes one of files.
     phases: what to do, one after the other: `ReinforceSettings`,
-      `SupervisedSettings`.
+      `SupervisedSettings`, `PairwiseSettings`.
     workdir: folder of checkpoints and logs. What is there must be of the same
       run.
     **settings: other fields of `RunSettings`, as in seed=1.
@@ -97,6 +102,11 @@ def train(
     del changes  # none, see above
     return task
 
-  run = _build.prepare(RunSettings(phases=named, **settings), start, task_of)
+  decode = None
+  if start.tokenizer is not None:
+    decode = tasks.Chat(start).decode
+  run = _build.prepare(
+      RunSettings(phases=named, **settings), start, task_of, decode=decode
+  )
   params = run.train(workdir)
   return None if params is None else run.trained(params)

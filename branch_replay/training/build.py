@@ -28,9 +28,11 @@ from branch_replay.training import experience
 from branch_replay.training import learner as learner_lib
 from branch_replay.training import loop
 from branch_replay.training import optimizers
+from branch_replay.training import pairwise
 from branch_replay.training import phases as phases_lib
 from branch_replay.training import settings as settings_lib
 from branch_replay.training import step as step_lib
+from branch_replay.training import writers
 from branch_replay.training.drafting import speculator as speculator_lib
 from branch_replay.weights import hf
 from branch_replay.weights import load as load_lib
@@ -100,17 +102,22 @@ def build(settings: settings_lib.RunSettings) -> PreparedRun:
   def task_of(changes: Mapping[str, Any]) -> task_lib.Task:
     given = {**settings.task, **changes}
     name = given.pop("name")
+    if name == "file" and not given.get("max_prompt_tokens"):
+      given["max_prompt_tokens"] = start.config.max_positions - max(
+          phase.max_tokens for phase in settings.phases.values()
+      )
     return tasks.prepare(
         tasks.recipe(name, **given), text=text,
         data_dir=settings.data_dir or None,
     )
 
-  return prepare(settings, start, task_of)
+  return prepare(settings, start, task_of, decode=text.decode)
 
 
 def prepare(
     settings: settings_lib.RunSettings, start: Pretrained,
-    task_of: Callable[[Mapping[str, Any]], task_lib.Task],
+    task_of: Callable[[Mapping[str, Any]], task_lib.Task], *,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> PreparedRun:
   """A run of a model that is loaded.
 
@@ -119,6 +126,7 @@ def prepare(
       read.
     start: the model to begin with.
     task_of: makes the task, given the settings in which a phase's differs.
+    decode: turns ids into text, for the answers that are shown.
 
   Raises:
     ValueError: settings that cannot be run.
@@ -139,11 +147,15 @@ def prepare(
           phase_of(settings, name, start.model, task_of, schedule)
           for name in settings.phases
       ),
-      evaluation_of(settings, task_of({})),
+      evaluation_of(settings, task_of),
       seed=settings.seed,
       checkpoint_every=settings.checkpoint_every,
       most_skipped=settings.most_skipped,
       warn_after=settings.warn_after,
+      decode=decode,
+      completions_every=settings.completions_every,
+      completion_prompts=settings.completion_prompts,
+      writers=writers_of(settings),
   )
   return PreparedRun(run, start)
 
@@ -206,8 +218,21 @@ def weights_of(settings) -> Pretrained:
   )
 
 
-def evaluation_of(settings, task: task_lib.Task) -> loop.HeldOutEvaluation:
-  """The evaluation on held-out prompts."""
+def writers_of(settings) -> tuple[writers.Open, ...]:
+  """Those that show a run: the terminal, TensorBoard, Weights & Biases."""
+  if not settings.wandb.project:
+    return loop.WRITERS
+  return (*loop.WRITERS, writers.weights_and_biases(
+      project=settings.wandb.project, name=settings.wandb.name or None,
+      config=dataclasses.asdict(settings),
+  ))
+
+
+def evaluation_of(settings, task_of) -> loop.HeldOutEvaluation | None:
+  """The evaluation on held-out prompts; None for a task without a reward."""
+  task = task_of({})
+  if task.score is None:
+    return None
   of = settings.evaluation
   last = list(settings.phases.values())[-1]
   return loop.HeldOutEvaluation(
@@ -253,6 +278,14 @@ def phase_of(settings, name: str, model, task_of, schedule) -> phases_lib.Phase:
     return phases_lib.Supervised(
         name, task, learner(algorithms.MaximumLikelihood()),
         max_tokens=of.max_tokens, **common,
+    )
+  if of.kind == "pairwise":
+    algorithm = by_name.make(
+        of.algorithm.name, of.algorithm.settings, temperature=1.0,
+        max_tokens=of.max_tokens,
+    )
+    return pairwise.Pairwise(
+        name, task, learner(algorithm), max_tokens=of.max_tokens, **common
     )
   rollouts = experience.Rollouts(
       of.branches, of.max_tokens, law_lib.Law(of.temperature), of.hold,

@@ -34,7 +34,8 @@ class Field(NamedTuple):
 
   @property
   def kind(self) -> type | None:
-    """int, float, bool or str for a setting of one such value, or of None."""
+    """int, float, bool or str for a setting that a flag of that type can set.
+    """
     kinds = [x for x in typing.get_args(self.hint) or (self.hint,)
              if x is not type(None)]
     if typing.get_origin(self.hint) is typing.Literal:
@@ -42,9 +43,11 @@ class Field(NamedTuple):
     kinds = [
         str if typing.get_origin(x) is typing.Literal else x for x in kinds
     ]
-    if len(kinds) == 1 and kinds[0] in (int, float, bool, str):
-      return kinds[0]
-    return None
+    plain = (int, float, bool, str)
+    if len(kinds) == 1:
+      return kinds[0] if kinds[0] in plain else None
+    # One of several types: that of the default can be given by a flag.
+    return type(self.default) if type(self.default) in plain else None
 
 
 def of(source: Callable) -> dict[str, Field]:

@@ -37,7 +37,7 @@ class Pairwise:
     max_tokens: T, the most tokens of an answer, its stop id included.
     seed: seed of the order of the examples.
     learning_rate: the learning rate as a function of the number of updates
-      done. It is only logged here; the optimizer has its own.
+      done, or None. It is only logged here; the optimizer has its own.
 
   Raises:
     ValueError: another algorithm, one branch at a time, which would divide
@@ -48,11 +48,11 @@ class Pairwise:
   name: str
   task: task_lib.Task
   learner: learner_lib.Learner
-  steps: int
-  prompts: int
-  max_tokens: int
-  seed: int
-  learning_rate: Callable[[int], Any]
+  steps: int = 100
+  prompts: int = 8
+  max_tokens: int = 512
+  seed: int = 0
+  learning_rate: Callable[[int], Any] | None = None
   speculator = None  # nothing is sampled
 
   def __post_init__(self):
@@ -116,9 +116,10 @@ class Pairwise:
         update.train_state, examples.position,
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
-            "learning_rate": float(self.learning_rate(version)),
+            **phases.rate(self.learning_rate, version),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **phases.as_floats(update.report),
+            "tokens_learnt": phases.tokens_of(batch),
         },
         tuple(one.id for one in batch),
     )

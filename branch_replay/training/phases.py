@@ -112,7 +112,7 @@ class Supervised:
         update.train_state, examples.position,
         {
             "loss": float(update.loss), "grad_norm": float(update.grad_norm),
-            **_rate(self.learning_rate, version),
+            **rate(self.learning_rate, version),
             "skipped_updates": float(update.train_state.skipped > 0),
             "time/learn": clock.seconds, **as_floats(update.report),
             "tokens_learnt": tokens_of(batch),
@@ -245,7 +245,7 @@ class Reinforce:
             "loss": float(updates[0].loss),
             "grad_norm": float(np.mean([u.grad_norm for u in updates])),
             **mismatch(updates[0].report),
-            **_rate(self.learning_rate, version),
+            **rate(self.learning_rate, version),
             "skipped_updates": float(np.sum(jax.device_get(skipped))),
             "time/rollout": sampling.seconds, "time/learn": learning.seconds,
             "tokens_learnt": self.epochs * tokens_of(batch),
@@ -341,7 +341,7 @@ def mismatch(report: dict) -> dict[str, float]:
   })
 
 
-def _rate(learning_rate, version: int) -> dict[str, float]:
+def rate(learning_rate, version: int) -> dict[str, float]:
   """The learning rate of an update, to be logged, if it is known."""
   if learning_rate is None:
     return {}

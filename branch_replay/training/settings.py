@@ -10,13 +10,16 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 from typing import ClassVar
+from typing import get_args
 
 from branch_replay.engine.estimators import Sampling
 from branch_replay.training import experience
 from branch_replay.training import loop
+from branch_replay.training import pairwise
 from branch_replay.training import phases as phases_lib
 
 _SUPERVISED, _REINFORCE = phases_lib.Supervised, phases_lib.Reinforce
+_PAIRWISE = pairwise.Pairwise
 _EVALUATION, _RUN = loop.HeldOutEvaluation, loop.TrainingRun
 
 
@@ -170,8 +173,31 @@ class ReinforceSettings:
   optimizer: OptimizerSettings = OptimizerSettings()
 
 
-PhaseSettings = SupervisedSettings | ReinforceSettings
-PHASES = {kind.kind: kind for kind in (SupervisedSettings, ReinforceSettings)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairwiseSettings:
+  """A phase that learns from pairs of answers that the rows come with.
+
+  Attributes:
+    task: settings of the task that differ in this phase.
+    steps: updates of the phase.
+    prompts: pairs of an update.
+    max_tokens: the most tokens of an answer; a longer one is refused.
+    algorithm: "dpo" or "ipo".
+    optimizer: how parameters are updated.
+  """
+
+  kind: ClassVar[str] = "pairwise"
+
+  task: Mapping[str, Any] = _empty()
+  steps: int = _PAIRWISE.steps
+  prompts: int = _PAIRWISE.prompts
+  max_tokens: int = _PAIRWISE.max_tokens
+  algorithm: AlgorithmSettings = AlgorithmSettings(name="dpo")
+  optimizer: OptimizerSettings = OptimizerSettings()
+
+
+PhaseSettings = SupervisedSettings | ReinforceSettings | PairwiseSettings
+PHASES = {kind.kind: kind for kind in get_args(PhaseSettings)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +236,19 @@ class AdapterSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbSettings:
+  """Weights & Biases, which is told what the files of a run are told.
+
+  Attributes:
+    project: name of the project; "" for no Weights & Biases.
+    name: name of the run; "" lets it choose one.
+  """
+
+  project: str = ""
+  name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
   """A training run.
 
@@ -233,8 +272,12 @@ class RunSettings:
     checkpoint_every: steps between two checkpoints.
     most_skipped: updates in a row that may be skipped because they are not
       finite; then the run stops with an error.
-    warn_after: steps in a row with nothing to learn from after which the run
-      warns; 0 for never.
+    warn_after: steps in a row that something is wrong, such as rewards that are
+      all equal, after which the run warns; 0 for never.
+    completions_every: steps between two at which sampled answers are written
+      and shown; 0 for never.
+    completion_prompts: prompts of such a step whose answers are written.
+    wandb: Weights & Biases.
     export: whether the trained model is written in Hugging Face's format.
   """
 
@@ -259,4 +302,7 @@ class RunSettings:
   checkpoint_every: int = _RUN.checkpoint_every
   most_skipped: int = _RUN.most_skipped
   warn_after: int = _RUN.warn_after
+  completions_every: int = _RUN.completions_every
+  completion_prompts: int = _RUN.completion_prompts
+  wandb: WandbSettings = WandbSettings()
   export: bool = True
