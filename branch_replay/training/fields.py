@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import inspect
+import types
 import typing
 from typing import Any
 from typing import NamedTuple
@@ -36,12 +37,11 @@ class Field(NamedTuple):
   def kind(self) -> type | None:
     """int, float, bool or str for a setting that a flag of that type can set.
     """
-    kinds = [x for x in typing.get_args(self.hint) or (self.hint,)
-             if x is not type(None)]
-    if typing.get_origin(self.hint) is typing.Literal:
-      return str
+    union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
     kinds = [
-        str if typing.get_origin(x) is typing.Literal else x for x in kinds
+        str if typing.get_origin(x) is typing.Literal else x
+        for x in (typing.get_args(self.hint) if union else (self.hint,))
+        if x is not type(None)
     ]
     plain = (int, float, bool, str)
     if len(kinds) == 1:
