@@ -16,6 +16,9 @@ One's own prompts and reward (docs/data.md):
   python -m experiments.train --config.task.name=file \
     --config.task.train=prompts.jsonl --config.task.reward=reward.py:score
 
+`:supervised` and `:pairs`: learns the answers, or the preference pairs, of a
+file, --config.task.train=FILE, without sampling.
+
 `:small`: a small decoder that knows nothing is shown right answers on short
 documents, where that is cheap, until it finds some facts; on documents of 512
 characters it is then trained by GRPO, with the exact gradient of branch replay.
@@ -38,9 +41,6 @@ from configs import variants
 # An algorithm or task that is chosen by its flag has fields of its own.
 switch, meanings = run_config.switch, run_config.meanings
 
-# Without a reference policy, whose parameters would take as much memory again.
-_GRPO = settings.AlgorithmSettings(settings={"kl_coefficient": 0.0})
-
 
 def _smollm2() -> settings.RunSettings:
   return settings.RunSettings(
@@ -50,7 +50,7 @@ def _smollm2() -> settings.RunSettings:
           "train": 2048, "validation": 64, "test": 64,
       },
       phases={"reinforce": settings.ReinforceSettings(
-          steps=40, max_tokens=24, hold="activations", algorithm=_GRPO,
+          steps=40, max_tokens=24, hold="activations",
           optimizer=settings.OptimizerSettings(learning_rate=1e-5, warmup=2),
       )},
       checkpoint_every=10,
@@ -68,13 +68,30 @@ def _supervised(steps: int, prompt_tokens: int, **changes):
   } | changes)
 
 
+def _supervised_file() -> settings.RunSettings:
+  return settings.RunSettings(
+      pretrained="smollm2", task={"name": "file"},
+      phases={"supervised": settings.SupervisedSettings(
+          max_tokens=512, optimizer=settings.OptimizerSettings(warmup=10)
+      )},
+  )
+
+
+def _pairs() -> settings.RunSettings:
+  return settings.RunSettings(
+      pretrained="smollm2", task={"name": "file"},
+      phases={"pairwise": settings.PairwiseSettings(
+          optimizer=settings.OptimizerSettings(learning_rate=1e-6, warmup=10)
+      )},
+  )
+
+
 def _small(**changes) -> settings.RunSettings:
   reinforce = settings.ReinforceSettings(
       steps=400, prompts=16, max_tokens=5, most_prompts=32, hold="activations",
       speculation=settings.SpeculationSettings(
           studies=settings.StudySettings(vocabulary=64)
       ),
-      algorithm=_GRPO,
       optimizer=settings.OptimizerSettings(
           learning_rate=2e-3, warmup=10, decay="linear", b2=0.98
       ),
@@ -111,7 +128,7 @@ def _tiny() -> settings.RunSettings:
           ),
           "reinforce": settings.ReinforceSettings(
               steps=2, prompts=2, max_tokens=5, most_prompts=32,
-              hold="activations", algorithm=_GRPO,
+              hold="activations",
               speculation=settings.SpeculationSettings(
                   drafter="learned", draft_lengths=(0, 1),
                   studies=settings.StudySettings(
@@ -126,7 +143,10 @@ def _tiny() -> settings.RunSettings:
   )
 
 
-_VARIANTS = {"": _smollm2, "small": _small, "tiny": _tiny}
+_VARIANTS = {
+    "": _smollm2, "supervised": _supervised_file, "pairs": _pairs,
+    "small": _small, "tiny": _tiny,
+}
 
 
 def get_config(variant: str = "") -> ml_collections.ConfigDict:

@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README says what the tree holds and what the results say."""
 
+import dataclasses
+import json
 import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import branch_replay as br
+from branch_replay.training import metrics
 from experiments.reporting import readme
+from tests import tiny_tasks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -48,11 +54,53 @@ def test_every_link_of_a_page_leads_somewhere(page):
 
 @pytest.mark.exhaustive
 def test_the_example_runs():
-  (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+  (code, _) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
   scope = {}
   exec(code, scope)
   norms = [abs(leaf).max() for leaf in jax.tree.leaves(scope["gradient"])]
   assert len(norms) > 5 and all(0 < norm < 1e6 for norm in norms)
+
+
+def test_the_twenty_lines_train(tmp_path, monkeypatch):
+  """On a tiny model, two steps of them; the rest as it stands there."""
+  (_, code) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+  assert len([line for line in code.splitlines() if line]) <= 20
+  monkeypatch.chdir(tmp_path)
+  rows = [{"prompt": f"What is {a} + 5?", "sum": str(a + 5)} for a in range(9)]
+  pathlib.Path("prompts.jsonl").write_text(
+      "".join(json.dumps(row) + "\n" for row in rows)
+  )
+  start = tiny_tasks.chat().pretrained
+  token = jnp.zeros((1, 1), jnp.int32)
+  start = dataclasses.replace(
+      start, params=start.model.init(jax.random.key(0), token)["params"]
+  )
+  monkeypatch.setattr(br, "load", lambda name: start)
+  changes = {
+      "steps=20": "steps=2", "prompts=8": "prompts=2", "branches=8":
+      "branches=4", "max_tokens=32": "max_tokens=6",
+  }
+  for old, new in changes.items():
+    assert code.count(old) == 1
+    code = code.replace(old, new)
+  exec(code, {})
+  trained = br.load_hf("runs/mine/model")
+  moved = jax.tree.map(
+      lambda x, y: float(abs(x - y).max()), trained.params, start.params
+  )
+  assert all(change > 0 for change in jax.tree.leaves(moved))
+  found = metrics.read(pathlib.Path("runs/mine"))
+  assert [row["step"] for row in found] == [0, 1, 2]
+  lengths = [row["reward/mean"] for row in found[1:]]
+  assert all(-1 < x < 1 for x in lengths)
+  one, *_ = metrics.read(pathlib.Path("runs/mine"), metrics.COMPLETIONS)
+  for answer in one["answers"]:
+    sum_of_row = {row["prompt"]: row["sum"] for row in rows}
+    (asked,) = [x for x in sum_of_row if x in one["prompt"]]
+    right = sum_of_row[asked] in answer["text"]
+    assert answer["reward"] == pytest.approx(
+        right - len(answer["text"]) / 100, abs=1e-6
+    )
 
 
 def test_every_room_of_the_layout_is_there():

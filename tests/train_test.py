@@ -98,15 +98,18 @@ def test_a_bad_config_is_refused_before_anything_runs(config, change, message):
     train.build(config)
 
 
-@pytest.mark.parametrize("variant", ["", "small", "tiny"])
+@pytest.mark.parametrize(
+    "variant", ["", "supervised", "pairs", "small", "tiny"]
+)
 def test_a_config_and_its_settings_say_the_same(variant):
   config = train_config.get_config(variant)
   settings = run_config.of_config(config)
   assert run_config.to_config(settings) == config
   # A field that is not there has its default.
+  (*_, last) = config.phases
   with config.unlocked():
-    del config.reinforce.epochs, config.evaluation
-  assert run_config.of_config(config).phases["reinforce"].epochs == 1
+    del config[last].optimizer.b1, config.evaluation
+  assert run_config.of_config(config).phases[last].optimizer.b1 == 0.9
   # Every field has a meaning.
   config = train_config.get_config(variant)
   said = run_config.meanings(config)

@@ -31,7 +31,9 @@ class _Known(NamedTuple):
 
 _POLICY = algorithms.PolicyGradient
 ALGORITHMS = {
-    "grpo": _Known(objectives.grpo, _POLICY),
+    # The paper has 0.04. Without a KL penalty there is no reference policy,
+    # whose parameters would take as much memory again.
+    "grpo": _Known(objectives.grpo, _POLICY, {"kl_coefficient": 0.0}),
     # Its advantages are not divided by the group's standard deviation, and its
     # constant is the phase's max_tokens.
     "dr_grpo": _Known(
