@@ -29,7 +29,7 @@ SIBLINGS = (  # the only one that opens a segment where one was closed
     _TREE_SAMPLED
     + "one_pass_and_autodiff_draw_the_same_runs_on_any_devices"
 )
-HOSTED = "host_loop_test.py::test_host_loop_equals_the_scan"
+HOSTED = "hosted_test.py::test_the_hosted_driver_equals_the_compiled_one"
 _BALANCE = "balance_test.py::test_"
 BALANCE = _BALANCE + "exact_and_full_have_the_gradient_of_the_dense_term"
 BALANCED_TREE = _BALANCE + "a_tree_has_the_gradient_of_the_dense_term"
@@ -291,7 +291,7 @@ REPLAY = faults(
     ("what a layer adds to host memory is lost", "devices/host_memory.py",
      "jax.device_put(new, _HOST), layer, axis=0",
      "jax.device_put(0 * new, _HOST), layer, axis=0",
-     "host_loop_test.py::test_a_state_in_host_memory_gives_the_same_gradient"),
+     "hosted_test.py::test_a_state_in_host_memory_gives_the_same_gradient"),
     ("kept activations are not counted", "engine/schedule.py",
      "token * (prefix + held_tokens) <= self.memory_budget",
      "token * held_tokens <= self.memory_budget",
