@@ -24,7 +24,9 @@ from tests import tiny
         ("stop", "recompute", 1), ("exact", "keep", 8), ("stop", "keep", 8),
     ],
 )
-def test_the_hosted_driver_equals_the_compiled_one(x64, mode, activations, devices):
+def test_the_hosted_driver_equals_the_compiled_one(
+    x64, mode, activations, devices
+):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group(tails=(5, 1, 3))
   weights = tiny.weights(group)

@@ -344,6 +344,27 @@ def test_memory_is_that_of_one_path():
   assert programs[1].tokens > 2 * programs[0].tokens
 
 
+def test_the_budget_of_a_tree_counts_a_pushed_run_once():
+  """By hand: 104 positions of a path, and two leaves of 8 on top of it.
+
+  Of a token each of two layers keeps in float32 its input and the feed-forward's
+  (32 each), queries and outputs of 4 heads of 16, keys and values of 2, four
+  log-sum-exps, and 2 · 48 of the feed-forward: 356 numbers.
+  """
+  tree = make((100, [(5, []), (6, [])]))
+  needed = (104 + 2 * 8) * 2 * 4 * (2 * 32 + 2 * 4 * 16 + 2 * 2 * 16 + 4 + 96)
+
+  def policy(memory_budget):
+    schedule = br.Schedule(memory_budget=memory_budget)
+    spec, _ = gradients.plan_tree(
+        br.Decoder(tiny.BASE), tree, br.LogProbs(), "exact", schedule
+    )
+    return spec.schedule.activations
+
+  assert policy(needed) == "keep"
+  assert policy(needed - 1) == "recompute"
+
+
 @pytest.mark.parametrize("step", ("push", "visit", "pop", "stop"))
 def test_no_step_copies_the_state_or_its_cotangent(step):
   """Compiled: temporaries do not follow the capacity of either."""
