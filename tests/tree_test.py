@@ -347,7 +347,7 @@ def test_memory_is_that_of_one_path():
 def test_the_budget_of_a_tree_counts_a_pushed_run_once():
   """By hand: 104 positions of a path, and two leaves of 8 on top of it.
 
-  Of a token each of two layers keeps in float32 its input and the feed-forward's
+  Each of two layers keeps of a token in float32 the inputs of its two halves
   (32 each), queries and outputs of 4 heads of 16, keys and values of 2, four
   log-sum-exps, and 2 · 48 of the feed-forward: 356 numbers.
   """
