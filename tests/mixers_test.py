@@ -14,7 +14,7 @@ import branch_replay as br
 from branch_replay import config as config_lib
 from branch_replay.devices import sharding
 from branch_replay.engine import compiled
-from branch_replay.engine import segment
+from branch_replay.engine import decoding
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
 from branch_replay.engine import steps
@@ -153,10 +153,10 @@ def test_bfloat16_fits_together_and_gives_float32_gradients(name):
   )
 
   def block(params, x_GTM, state, caches, slots_GT):
-    _, caches, inputs = segment.decode(
+    _, caches, inputs = decoding.decode(
         config, params, x_GTM, state, caches, slots_GT
     )
-    return caches, segment.settle(
+    return caches, decoding.settle(
         config, params, caches, inputs, slots_GT[:, -1]
     )
 

@@ -108,12 +108,18 @@ def test_all_configs_have_the_fields_that_are_read(variant):
 
 
 def test_algorithms_by_name(config):
+  found = {}
   for name in train._ALGORITHMS:
     with config.unlocked():
       config.reinforce.algorithm.name = name
       settings = {"max_tokens": 5} if name == "dr_grpo" else {}
       config.reinforce.algorithm.settings = settings
-    train.algorithm_of(config.reinforce)
+    found[name] = train.algorithm_of(config.reinforce)
+  kinds = {name: type(one).__name__ for name, one in found.items()}
+  assert {kinds.pop("dpo"), kinds.pop("ipo")} == {"Preference"}
+  assert kinds.pop("ppo") == "ProximalPolicy"
+  assert set(kinds.values()) == {"PolicyGradient"} and "grpo" in kinds
+  assert len(set(map(repr, found.values()))) == len(found), "two are the same"
 
 
 def test_a_config_that_has_become_another_is_refused_by_its_fields(

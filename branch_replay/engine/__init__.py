@@ -15,6 +15,8 @@
   runs         the unit of work: rows of tokens at the same positions
   steps        push, visit and pop of one run
   segment      runs a segment of tokens through all layers, and pulls it back
+  decoding     runs new tokens of every branch, for sampling
+
   state        what a prefix leaves behind
   readout      what is computed from hidden states: log-probs, …
   estimators   laws by which "sampled" chooses the runs it pulls back

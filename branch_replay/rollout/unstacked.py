@@ -26,7 +26,7 @@ class Layers(NamedTuple):
   """The layers of a model, one by one.
 
   Attributes:
-    parts: parameters by part, turn and place, as `segment.decode` takes them:
+    parts: parameters by part, turn and place, as `decoding.decode` takes them:
       like those of the stacked layers without the leading axis, but linear maps
       have "kernel_T", [out, in], in place of "kernel".
     version: u32[], marks the parameters they were made from.
