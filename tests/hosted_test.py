@@ -194,6 +194,33 @@ def test_other_modes_equal_the_compiled_loops(x64, mode):
     )
 
 
+@pytest.mark.parametrize("mode,offload", [
+    ("exact", False), ("exact", True), ("stop", False),
+])
+def test_a_load_balance_term_captures_the_prefix_once(
+    x64, monkeypatch, mode, offload
+):
+  """Experts are counted on the state that is then used."""
+  decoder, params = tiny.model(tiny.in_float64(tiny.ARCHITECTURES["experts"]))
+  group, calls = tiny.group(tails=(5, 1, 3)), []
+  push = hosted_steps.push
+  monkeypatch.setattr(
+      hosted_steps, "push", lambda *args: calls.append(args) or push(*args)
+  )
+  options = dict(
+      prefix_gradient=mode, balance=0.3,
+      schedule=br.Schedule(chunk_size=5, branches_at_once=2),
+  )
+  (wanted, reference), (found, grads) = (
+      br.value_and_grad(decoder, tiny.loss, hosted=how, **options)(
+          params, group, tiny.weights(group)
+      ) for how in (None, br.Hosted(offload=offload))
+  )
+  assert len(calls) == 3  # chunks of 4 of a prefix of 11, in a bucket of 16
+  assert tiny.worst(grads, reference) <= 1e-12
+  np.testing.assert_allclose(found.load, wanted.load, rtol=1e-12)
+
+
 def test_what_the_hosted_driver_does_not_run():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()
