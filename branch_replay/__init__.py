@@ -56,7 +56,7 @@ from branch_replay.mixers.mixer import Mixer
 from branch_replay.engine.prefix import capture
 from branch_replay.engine.prefix import extend
 from branch_replay.engine.estimators import Sampling
-from branch_replay.engine.gradients import dense_log_probs
+from branch_replay.engine.dense import dense_log_probs
 from branch_replay.engine.gradients import log_probs
 from branch_replay.engine.gradients import replay
 from branch_replay.engine.gradients import value_and_grad

@@ -23,7 +23,6 @@ import tqdm
 import branch_replay as br
 from branch_replay.engine import compiled
 from branch_replay.engine import estimators as estimators_lib
-from branch_replay.engine import gradients
 from branch_replay.engine import readout
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import steps
@@ -126,7 +125,7 @@ class Study:
     self.finish = jax.jit(self._finish, static_argnums=0)
 
   def spec(self, group, mode, sampling=_ANY):
-    return gradients.make_spec(
+    return spec_lib.of_group(
         self._model, group, readout.LogProbs(), mode, self._schedule, sampling
     )
 
@@ -148,7 +147,8 @@ class Study:
 
   def _finish(self, spec, params, grads, accumulator, state, uniform_N):
     return compiled.pop_chunks(
-        spec, params, grads, accumulator, state, uniform_N
+        spec, params, grads, accumulator, state, spec.chunks(state.capacity),
+        uniform_N=uniform_N,
     )
 
 

@@ -24,7 +24,7 @@ import tqdm
 
 import branch_replay as br
 from branch_replay.devices import sharding
-from branch_replay.engine import gradients
+from branch_replay.engine import spec as spec_lib
 from branch_replay.engine.schedule import check_mode
 from branch_replay.planning import compare
 from branch_replay.planning import flops
@@ -120,7 +120,7 @@ def describe(
   """The analytic half of a run's record."""
   branches, tail = problem.group.tails.shape  # padded, as they are run
   prefix = int(problem.group.prompt_length) - 1
-  spec = gradients.make_spec(
+  spec = spec_lib.of_group(
       problem.model, problem.group, br.LogProbs(), mode, schedule, sampling
   )
   policy = spec.schedule.activations

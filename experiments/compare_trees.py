@@ -26,7 +26,7 @@ import tqdm
 
 import branch_replay as br
 from branch_replay.engine import gradients
-from branch_replay.engine.program import Kind
+from branch_replay.engine.runs import Action
 from branch_replay.planning import flops
 from branch_replay.weights import load
 from experiments import cli
@@ -154,9 +154,9 @@ def compiled(problem: Problem, mode: str, schedule: br.Schedule):
       problem.model, tree, br.LogProbs(), mode, schedule
   )
   shapes = [
-      (*step.run.tokens_RS.shape, int(step.run.first), step.kind == Kind.OPEN,
-       step.run.read is not None)
-      for step in program.steps if step.kind != Kind.CLOSE
+      (*step.run.tokens_RS.shape, int(step.run.first),
+       step.action == Action.PUSH, step.run.read is not None)
+      for step in program.steps if step.action != Action.POP
   ]
   policy = task.schedule.activations
   function = br.value_and_grad(

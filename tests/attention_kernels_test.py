@@ -185,9 +185,10 @@ def test_the_prefix_goes_by_in_stretches_and_stop_computes_no_key(monkeypatch):
   lse = q[..., 0]
 
   def both(length, accumulator):
-    attention.forward(q, k, v, tuple(prefix), 1, length, kernel=SPLASH)
+    layer = attention.PrefixLayer(tuple(prefix), 1, length)
+    attention.forward(q, k, v, layer, kernel=SPLASH)
     return attention.backward_rows(
-        q, q, k, v, lse, lse, tuple(prefix), 1, length,
+        attention.QueryRows(q, q, lse, lse), k, v, layer,
         accumulator=accumulator, kernel=SPLASH,
     )
 

@@ -91,7 +91,8 @@ def layers_of(case, layers=3):
 def test_forward_reads_the_layer_it_is_told(x64):
   case = suite.make(length=19, tails=suite.RAGGED)
   out, lse = jax.jit(attention.forward)(
-      case.q, case.k, case.v, layers_of(case), 2, case.length, case.tails
+      case.q, case.k, case.v,
+      attention.PrefixLayer(layers_of(case), 2, case.length), case.tails,
   )
   expected = suite.run(attention.replay_attention, case)
   suite.assert_close(
@@ -110,8 +111,10 @@ def test_backward_adds_to_its_layer_of_the_accumulator_or_to_nothing(x64):
   @jax.jit
   def backward(accumulator):
     return attention.backward(
-        case.d_out, case.q, case.k, case.v, expected["out"], expected["lse"],
-        prefix, 2, case.length, accumulator=accumulator, d_lse=case.d_lse,
+        case.q, case.k, case.v,
+        attention.PrefixLayer(prefix, 2, case.length), out=expected["out"],
+        lse=expected["lse"], d_out=case.d_out, d_lse=case.d_lse,
+        accumulator=accumulator,
     )
 
   *gradients, total = backward(start)
@@ -182,7 +185,8 @@ def test_decoding_from_a_cache_equals_the_whole_segment(
     )
     return attention.decode(
         jax.lax.dynamic_slice_in_dim(case.q, start, at_once, axis=3),
-        cache, 1, jnp.broadcast_to(query, (3, at_once)), prefix, 2, length,
+        cache, 1, jnp.broadcast_to(query, (3, at_once)),
+        attention.PrefixLayer(prefix, 2, length),
     )
 
   steps = [decode(start) for start in range(0, 6, at_once)]
@@ -199,7 +203,8 @@ def test_decoding_rows_at_different_places_reads_up_to_the_longest(x64):
   rows = np.arange(3)
   out = attention.decode(
       case.q[:, rows, :, slots_G].transpose(1, 0, 2, 3)[:, :, :, None],
-      cache, 0, jnp.asarray(slots_G)[:, None], layers_of(case), 2, 3,
+      cache, 0, jnp.asarray(slots_G)[:, None],
+      attention.PrefixLayer(layers_of(case), 2, 3),
   )
   for row, slot in enumerate(slots_G):
     same([out[:, row, :, 0]], [expected[:, row, :, slot]])
@@ -209,7 +214,7 @@ def test_decoding_a_row_that_sees_nothing_gives_zero():
   case = suite.make(suite.Shape(tokens=1, positions=5)).astype(jnp.float32)
   out = attention.decode(
       case.q, (case.k[None], case.v[None]), 0, jnp.full((3, 1), -1),
-      (case.prefix_k[None], case.prefix_v[None]), 0, 0,
+      attention.PrefixLayer((case.prefix_k[None], case.prefix_v[None]), 0, 0),
   )
   np.testing.assert_array_equal(out, np.zeros_like(out))
 

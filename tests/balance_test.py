@@ -217,13 +217,13 @@ def test_a_popped_chunk_scales_what_the_term_sends_it(x64, monkeypatch):
   def pop(scale):
     nothing = state_lib.accumulator(CONFIG, state.capacity)
     monkeypatch.setattr(estimators, "weight", lambda q, drawn: scale)
-    always = steps.Turn(
+    always = estimators.Draw(
         8 * jnp.arange(2), jnp.ones(2, bool), jnp.int32(1), jnp.float64(9), 0.0
     )
     run = runs.chunk(state.tokens, state.length, 1, 8)
     return steps.pop(
         spec, params, spec_lib.zero_grads(params), nothing, state, run,
-        state.saved, turn=always, seeds=seeds,
+        state.saved, draw=always, seeds=seeds,
     )[0]
 
   once = pop(1.0)

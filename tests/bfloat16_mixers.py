@@ -43,9 +43,9 @@ def attended():
 
 def attention_forward():
   (q, k, v, prefix, _), *_ = attended()
-  return jax.jit(
-      lambda q, k, v, prefix: attention.forward(q, k, v, prefix, 0, PREFIX)
-  )(q, k, v, prefix)
+  return jax.jit(lambda q, k, v, prefix: attention.forward(
+      q, k, v, attention.PrefixLayer(prefix, 0, PREFIX)
+  ))(q, k, v, prefix)
 
 
 @bf.check
@@ -66,7 +66,8 @@ def outputs_of_attention_with_equal_keys():
   same = jnp.ones((1, HEADS, PREFIX + 1, SIZE), jnp.bfloat16)
   values = jnp.broadcast_to(jnp.bfloat16(1.5), same.shape)
   out, lse = jax.jit(lambda q: attention.forward(
-      q, k[:, :, :1] * 0 - 100, v[:, :, :1] * 0, (same, values), 0, PREFIX + 1
+      q, k[:, :, :1] * 0 - 100, v[:, :, :1] * 0,
+      attention.PrefixLayer((same, values), 0, PREFIX + 1),
   ))(jnp.ones((HEADS, 2, REPEATS, 1, SIZE), jnp.bfloat16))
   return max(bf.worst(out, 1.5), bf.worst(lse, np.log(PREFIX + 1) + 4.0)), 1e-4
 
@@ -115,9 +116,10 @@ def attention_backward():
 
   @jax.jit
   def backward(q, k, v, prefix, d_out, zeros):
-    out, lse = attention.forward(q, k, v, prefix, 0, PREFIX)
+    layer = attention.PrefixLayer(prefix, 0, PREFIX)
+    out, lse = attention.forward(q, k, v, layer)
     return attention.backward(
-        d_out, q, k, v, out, lse, prefix, 0, PREFIX, accumulator=zeros
+        q, k, v, layer, out=out, lse=lse, d_out=d_out, accumulator=zeros
     )
 
   dq, dk, dv, (dpk, dpv) = backward(q, k, v, prefix, d_out, zeros)
@@ -160,10 +162,11 @@ def cotangents_of_the_prefix_over_many_rows():
 
   @jax.jit
   def backward(prefix, zeros):
-    out, lse = attention.forward(q, own, own, prefix, 0, 4)
+    layer = attention.PrefixLayer(prefix, 0, 4)
+    out, lse = attention.forward(q, own, own, layer)
     return attention.backward(
-        jnp.full(shape, 1.203125, jnp.bfloat16), q, own, own, out, lse,
-        prefix, 0, 4, accumulator=zeros,
+        q, own, own, layer, out=out, lse=lse,
+        d_out=jnp.full(shape, 1.203125, jnp.bfloat16), accumulator=zeros,
     )[3][1]
 
   # Token t spreads 1 over 4 + t + 1 keys.

@@ -30,7 +30,8 @@ def test_groups_that_no_model_can_run(prompt, tails, message):
 
 
 def test_the_longest_group_that_fits():
-  br.Group.create([1] * 250, [[1] * 6], config=tiny.BASE)
+  group = br.Group.create([1] * 250, [[1] * 6], config=tiny.BASE)
+  assert (int(group.prompt_length), group.tail_lengths.tolist()) == (250, [6])
 
 
 def test_hand_made_groups_are_checked_too():

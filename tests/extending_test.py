@@ -146,11 +146,30 @@ def test_a_class_that_is_no_whole_mixer_is_refused(scope):
 
 def test_a_run_and_a_state_know_the_class(scope):
   ours, full = scope["unrotated_config"], scope["config"]
-  found = identity.describe(ours)["layer_pattern"]
-  assert found == ["Unrotated"]
+  (found,) = identity.describe(ours)["layer_pattern"]
+  assert found == f"{scope['Unrotated'].__module__}.Unrotated"
   assert fingerprint.difference(
       fingerprint.of_config(ours), fingerprint.of_config(full)
   ).startswith("layer_pattern=('full',)")
+
+
+def test_a_run_tells_two_classes_of_one_name_apart(scope):
+  one, other = (
+      identity.describe(_config(
+          scope, type("Own", (mixers.FullAttention,), {"__module__": module})
+      ))
+      for module in ("first", "second")
+  )
+  assert identity.differences(one, other) == [
+      ("layer_pattern[0]", "first.Own", "second.Own")
+  ]
+
+
+def test_a_mixer_of_ones_own_is_not_saved_for_others(scope, tmp_path):
+  for fields in ({}, {"post_norms": True}):
+    config = _config(scope, scope["Unrotated"], **fields)
+    with pytest.raises(ValueError, match="layer_pattern.*Unrotated"):
+      br.save_hf(tmp_path, config, {"embed": {"table": np.zeros(1)}})
 
 
 def test_the_objective_has_one_gradient(scope):

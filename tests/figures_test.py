@@ -6,6 +6,8 @@ import json
 import pathlib
 import re
 
+from matplotlib import figure as figure_lib
+import numpy as np
 import PIL.Image
 import pytest
 
@@ -21,16 +23,108 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def is_drawn(path):
-  """Whether a picture has more to it than a background."""
-  image = PIL.Image.open(path).convert("RGB")
-  return min(image.size) > 200 and len(image.getcolors(1 << 24)) > 9
+@pytest.fixture
+def saved(monkeypatch):
+  """The figures that a test writes, with all that is drawn in them."""
+  found, savefig = [], figure_lib.Figure.savefig
+
+  def keep(figure, *args, **options):
+    found.append(figure)
+    savefig(figure, *args, **options)
+
+  monkeypatch.setattr(figure_lib.Figure, "savefig", keep)
+  return found
 
 
-@pytest.mark.parametrize("name", ("compare_smollm2", "reach", "bias_matrices"))
-def test_a_figure_is_drawn_from_its_results(name, tmp_path):
-  figures.draw(name, tmp_path / "sub" / "a.png")
-  assert is_drawn(tmp_path / "sub" / "a.png")
+def heights(axis):
+  """Of the bars; their lengths if they lie."""
+  bars = axis.containers[0]
+  return [
+      bar.get_height() if bars.orientation == "vertical" else bar.get_width()
+      for bar in bars
+  ]
+
+
+def points(axis, **looks):
+  """(x, y) of lines with such a marker, style or color, in drawing order."""
+  return [
+      (np.asarray(line.get_xdata()), np.asarray(line.get_ydata()))
+      for line in axis.lines
+      if all(getattr(line, f"get_{name}")() == look
+             for name, look in looks.items())
+  ]
+
+
+def test_a_comparison_is_drawn_as_it_was_measured(saved, tmp_path):
+  figures.draw("compare_smollm2", tmp_path / "sub" / "a.png")
+  assert min(PIL.Image.open(tmp_path / "sub" / "a.png").size) > 200
+  runs = record.committed("compare_smollm2")["runs"]
+  ((time, memory, cosine),) = (figure.axes for figure in saved)
+  assert heights(time) == [run["seconds_median"] for run in runs]
+  assert heights(memory) == [run["temp_bytes"] / 2**20 for run in runs]
+  ideal = [one.get_segments()[0][:, 1].tolist() for one in time.collections]
+  np.testing.assert_allclose(ideal, [
+      [runs[0]["seconds_median"] / run["ideal_speedup"]] * 2 for run in runs
+  ])
+  names = [label.get_text() for label in cosine.get_yticklabels()]
+  assert "embed/table" in names and "project/query" in names
+  dots = points(cosine, marker="o")
+  for (values, rows), run in zip(dots, runs[1:], strict=True):
+    of = run["per_matrix_cosine"]
+    assert rows.tolist() == list(range(len(names)))
+    assert values.tolist() == [
+        of.get(name, of.get(f"layers/{name}/kernel")) for name in names
+    ]
+
+
+def test_memory_is_drawn_as_planned_and_as_compiled(saved, tmp_path):
+  figures.draw("reach", tmp_path / "a.png")
+  plotted, published = record.committed("plan"), record.committed("published")
+  ((left, middle, right),) = (figure.axes for figure in saved)
+  groups = plans.of_groups(plotted, published)
+  assert heights(middle) == [one["gigabytes"] for one in groups.values()]
+  assert heights(right) == [one["ratio"] for one in groups.values()]
+  mine = [
+      one for one in plotted["plans"]
+      if (one["model"], one["trainable"], one["branches"],
+          one["flags"]["accumulator_dtype"])
+      == ("qwen3-8b", "all", 8, "bfloat16")
+  ]
+  dots = {(x.item(), y.item()) for x, y in points(left, marker="o")}
+  assert dots == {
+      (one["prefix"], one["compiled_bytes_per_device"] / 2**30)
+      for one in mine if "compiled_bytes_per_device" in one
+  }
+  curves = points(left, linestyle="-", marker="None")
+  assert len(curves) == 2  # exact and stop
+  for mode, (prefixes, sizes) in zip(("exact", "stop"), curves, strict=True):
+    one = next(x for x in mine if x["mode"] == mode and x["prefix"] == 2**21)
+    at = prefixes.tolist().index(2**21)
+    wanted = one["bytes_per_device"]["total"] / 2**30
+    np.testing.assert_allclose(sizes[at], wanted, rtol=1e-12)
+
+
+def test_matrices_are_drawn_along_each_axis(saved, tmp_path):
+  figures.draw("bias_matrices", tmp_path / "a.png")
+  found, (figure,) = record.committed("bias_sweep"), saved
+  for plot, axis in zip(
+      figure.axes, ("prompt_tokens", "tail_tokens", "branches"), strict=True
+  ):
+    rows = bias.along(found, axis)
+    assert len(rows) >= 2
+    for bars, (name, parameter) in zip(
+        plot.containers, bias.MATRICES.items(), strict=True
+    ):
+      assert bars.get_label() == name
+      x, y = bars.lines[0].get_data()
+      assert x.tolist() == [row[axis] for row in rows]
+      of = [row["per_matrix_cosine"][parameter] for row in rows]
+      assert y.tolist() == [one["mean"] for one in of]
+      ends = [one[:, 1] for one in bars.lines[2][0].get_segments()]
+      np.testing.assert_allclose(
+          [end[1] - end[0] for end in ends],
+          [2 * (one["std"] or 0) for one in of], atol=1e-12,
+      )
 
 
 def test_a_figure_without_results_names_the_command(tmp_path, monkeypatch,
@@ -127,22 +221,49 @@ def run(**fields):
   ) | fields
 
 
-def test_figures_of_rollouts_and_of_staleness(tmp_path):
-  drafted = run(drafter="ngram", draft_length=2, drafted=8, accepted=2)
+def test_rollouts_are_drawn_a_bar_a_variant(saved, tmp_path):
+  drafted = run(
+      drafter="ngram", draft_length=2, drafted=8, accepted=2,
+      tokens_per_second=25.0, speedup=2.5, accept_length=1.5,
+  )
   plain = run(compact=False)
   assert [rollouts.name_of(x) for x in (plain, run(), drafted)] == [
       "plain", "compacted", "ngram, 2"
   ]
   rollouts.draw({"runs": [plain, run(), drafted]}, tmp_path / "a.png")
-  row = {
-      "batch": 0, "log_prob_drift_mean": 0.0, "answer_loss_difference": 0.0,
-      "gradient_cosine": 1.0,
-  }
-  training.draw_drift(
-      {
-          "config": {"updates": [0, 1]},
-          "rows": [row | {"updates": 0}, row | {"updates": 1}],
-      },
-      tmp_path / "b.png",
+  (figure,) = saved
+  assert [heights(axis) for axis in figure.axes] == [
+      [10, 10, 25], [1, 1, 1.5], [0, 0, 0.25]
+  ]
+  assert [
+      [text.get_text() for text in axis.texts] for axis in figure.axes
+  ] == [
+      ["1.00×", "1.00×", "2.50×"], ["1.00", "1.00", "1.50"],
+      ["no drafts", "no drafts", "25%"],
+  ]
+  names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+  assert names == ["plain", "compacted", "ngram, 2"]
+
+
+def test_staleness_is_drawn_a_dot_a_batch_and_a_line_of_means(saved, tmp_path):
+  measured = (  # batch, updates, drift, difference of loss, cosine
+      (0, 0, 0.0, 0.0, 1.0), (1, 0, 0.0, 0.0, 1.0),
+      (0, 2, 0.1, 0.3, 0.9), (1, 2, 0.3, 0.4, 0.7),
   )
-  assert is_drawn(tmp_path / "a.png") and is_drawn(tmp_path / "b.png")
+  fields = (
+      "batch", "updates", "log_prob_drift_mean", "answer_loss_difference",
+      "gradient_cosine",
+  )
+  rows = [dict(zip(fields, one, strict=True)) for one in measured]
+  training.draw_drift(
+      {"config": {"updates": [0, 2]}, "rows": rows}, tmp_path / "b.png"
+  )
+  (figure,) = saved
+  for axis, place, means in zip(
+      figure.axes, (2, 3, 4), ([0, 0.2], [0, 0.35], [1, 0.8]), strict=True
+  ):
+    dots = [(x.item(), y.item()) for x, y in points(axis, marker=".")]
+    assert dots == [(one[1], one[place]) for one in measured]
+    ((x, y),) = points(axis, marker="o")
+    assert x.tolist() == [0, 2]
+    np.testing.assert_allclose(y, means, atol=1e-12)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from branch_replay.engine import hosted
+from branch_replay.engine import hosted_steps
 from branch_replay.mixers import kinds
 from configs import long_run as config_file
 from experiments import long_run
@@ -29,7 +29,7 @@ def test_an_interrupt_says_how_far_it_came(tmp_path, monkeypatch, capsys):
   def interrupted(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(hosted, "_push", interrupted)
+  monkeypatch.setattr(hosted_steps, "push", interrupted)
   config = config_file.get_config("tiny")
   config.devices = 1
   with pytest.raises(KeyboardInterrupt):

@@ -14,8 +14,7 @@ import branch_replay as br
 from branch_replay import config as config_lib
 from branch_replay.devices import sharding
 from branch_replay.engine import compiled
-from branch_replay.engine import gradients
-from branch_replay.engine import segment
+from branch_replay.engine import decoding
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
 from branch_replay.engine import steps
@@ -159,10 +158,10 @@ def test_bfloat16_fits_together_and_gives_float32_gradients(name):
   )
 
   def block(params, x_GTM, state, caches, slots_GT):
-    _, caches, inputs = segment.decode(
+    _, caches, inputs = decoding.decode(
         config, params, x_GTM, state, caches, slots_GT
     )
-    return caches, segment.settle(
+    return caches, decoding.settle(
         config, params, caches, inputs, slots_GT[:, -1]
     )
 
@@ -219,7 +218,7 @@ def test_stop_holds_the_state_of_recurrent_layers_constant(x64):
 def mean_over_draws(name, group, weights, schedule, chunks):
   """The expectation of the sampled gradient over all draws of chunks."""
   decoder, params, *_ = problem(name)
-  task = gradients.make_spec(
+  task = spec_lib.of_group(
       decoder, group, br.LogProbs(), "sampled", schedule,
       br.Sampling(chunks=1.5),
   )
@@ -233,7 +232,8 @@ def mean_over_draws(name, group, weights, schedule, chunks):
         steps.Pull(spec_lib.cotangent_of(tiny.loss), (weights,)),
     )
     grads, _, report = compiled.pop_chunks(
-        task, params, grads, accumulator, state, uniform_N
+        task, params, grads, accumulator, state, task.chunks(state.capacity),
+        uniform_N=uniform_N,
     )
     return grads, report
 
@@ -266,7 +266,7 @@ def test_the_sampled_gradient_is_unbiased(x64, name):
 def test_sampling_through_recurrent_layers_is_refused():
   decoder = br.Decoder(tiny.ARCHITECTURES["hybrid"])
   with pytest.raises(ValueError, match="recurrent layers"):
-    gradients.make_spec(
+    spec_lib.of_group(
         decoder, tiny.group(), br.LogProbs(), "sampled", br.Schedule()
     )
 

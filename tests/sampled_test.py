@@ -14,7 +14,6 @@ import pytest
 import branch_replay as br
 from branch_replay.engine import compiled
 from branch_replay.engine import estimators
-from branch_replay.engine import gradients
 from branch_replay.engine import readout
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import steps
@@ -38,7 +37,7 @@ def problem():
 
 def task_of(sampling):
   decoder, _, group, _ = problem()
-  return gradients.make_spec(
+  return spec_lib.of_group(
       decoder, group, readout.LogProbs(), "sampled", CHUNKS, sampling
   )
 
@@ -69,7 +68,8 @@ def prepared(sampling):
   @jax.jit
   def run(uniform_N):
     gradient, _, report = compiled.pop_chunks(
-        task, params, grads, accumulator, state, uniform_N
+        task, params, grads, accumulator, state, task.chunks(state.capacity),
+        uniform_N=uniform_N,
     )
     return gradient, report
 

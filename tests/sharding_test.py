@@ -179,9 +179,9 @@ def test_a_layout_that_gathers_the_prefix_is_caught(monkeypatch):
   def gathered(q, k, v, prefix, *args, **options):
     whole = tuple(
         jax.lax.all_gather(x, sharding._AXIS, axis=2, tiled=True)
-        for x in prefix
+        for x in prefix.state
     )
-    return forward(q, k, v, whole, *args, **options)
+    return forward(q, k, v, prefix._replace(state=whole), *args, **options)
 
   monkeypatch.setattr(sharding.attention, "forward", gathered)
   jax.clear_caches()

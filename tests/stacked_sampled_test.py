@@ -234,7 +234,7 @@ def test_a_tree_pulls_back_the_runs_that_are_drawn_and_those_with_loss(
   """Runs by hand: two of the root, one each of A, of what is below, and of B.
 
   A has loss of its own and takes no number; the others are numbered as they
-  are opened.
+  are pushed.
   """
   model, params, _ = by_hand.model_in_float64()
   sequences = tree_test.sequences_of(tree_sampled_test.SHAPE)

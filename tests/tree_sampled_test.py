@@ -12,10 +12,10 @@ import pytest
 
 import branch_replay as br
 from branch_replay.devices import sharding
+from branch_replay.engine import draws as draws_lib
 from branch_replay.engine import estimators
 from branch_replay.engine import gradients
-from branch_replay.engine import hosted
-from branch_replay.engine import program as program_lib
+from branch_replay.engine.runs import Action
 from tests import sampled_test
 from tests import tiny
 from tests import tree_test
@@ -128,7 +128,7 @@ def test_one_pass_and_autodiff_draw_the_same_runs_on_any_devices(x64):
   assert (other.prefix_pass.drawn != one.prefix_pass.drawn).any()
 
 
-def test_sizes_are_those_of_the_runs_that_are_open():
+def test_sizes_are_those_of_the_runs_on_the_state():
   """By hand: two layers of one head, three runs of 2, 3 and 1 positions."""
   config = tiny.BASE
   total = tuple(
@@ -145,29 +145,29 @@ def test_sizes_are_those_of_the_runs_that_are_open():
 
 
 def test_runs_with_loss_are_not_drawn():
-  """And the budget is shared out between what is open and what is to come."""
+  """And the budget is shared out between what is pushed and what is to come."""
   *_, tree, _ = problem("llama")
   decoder, _ = tiny.model(tiny.BASE)
   task, program = gradients.plan_tree(
       decoder, tree, br.LogProbs(), "sampled", SCHEDULE,
       sampling=br.Sampling(chunks=2),
   )
-  opened = program.inner
-  assert [run.read is None for run in opened].count(True) == 4
-  assert any(run.read for run in opened) and program.depth == 4
-  draws, turns = hosted.Draws(task, program, jax.random.key(0)), []
+  pushed = program.pushed
+  assert [run.read is None for run in pushed].count(True) == 4
+  assert any(run.read for run in pushed) and program.depth == 4
+  draws, found = draws_lib.Draws(task, program, jax.random.key(0)), []
   spent = estimators.PrefixPass(jnp.float32(0.25), True, 1.0)
-  for kind, run, _ in program.steps:
-    if kind == program_lib.Kind.OPEN:
-      draws.opened(run)
-    elif kind == program_lib.Kind.CLOSE:
-      turn = draws.turn()
-      assert (turn is None) == (run.read is not None)
-      turns += [turn] * (turn is not None)
-      draws.closed(turn and spent)
-  # Three of four runs are open at first, then the last one is with the root's.
-  assert [float(turn.budget) for turn in turns] == pytest.approx(
+  for action, run, _ in program.steps:
+    if action == Action.PUSH:
+      draws.pushed(run)
+    elif action == Action.POP:
+      draw = draws.draw()
+      assert (draw is None) == (run.read is not None)
+      found += [draw] * (draw is not None)
+      draws.popped(draw and spent)
+  # Three of four runs are pushed at first, then the last is with the root's.
+  assert [float(draw.budget) for draw in found] == pytest.approx(
       [2 * 3 / 4, 1.75, 1.5, 1.25]
   )
-  assert [int(turn.waiting_N.sum()) for turn in turns] == [3, 3, 2, 1]
+  assert [int(draw.waiting_N.sum()) for draw in found] == [3, 3, 2, 1]
   chex.assert_trees_all_equal(draws.report().probability, jnp.full(4, 0.25))

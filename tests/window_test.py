@@ -128,8 +128,8 @@ def test_decoding_equals_the_whole_segment(x64):
   for step in range(0, 6, 2):  # two tokens at a time
     slots_GT = jnp.broadcast_to(step + jnp.arange(2)[None], (3, 2))
     steps.append(attention.decode(
-        case.q[..., step : step + 2, :], cache, 0, slots_GT, prefix, 0, length,
-        window=window,
+        case.q[..., step : step + 2, :], cache, 0, slots_GT,
+        attention.PrefixLayer(prefix, 0, length), window=window,
         lowest_GT=jnp.maximum(length + slots_GT - window + 1, 0),
     ))
   np.testing.assert_allclose(

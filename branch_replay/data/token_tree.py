@@ -166,10 +166,10 @@ class Tree:
         (len(self.leaves), group_lib.bucket(int(ends.max()))), NOWHERE, np.int32
     )
     for row, leaf, end in zip(paths, self.leaves, ends, strict=True):
-      row[:end] = self.places(leaf, 0, end)
+      row[:end] = self.indices(leaf, 0, end)
     return paths
 
-  def places(self, segment: int, first: int, end: int) -> np.ndarray:
+  def indices(self, segment: int, first: int, end: int) -> np.ndarray:
     """Indices in `tokens` of positions [first, end) of a path from the root.
 
     Args:
@@ -181,8 +181,9 @@ class Tree:
     while first < end:
       at = self.positions[segment]
       if end > at:
-        places = np.arange(max(first, at), end) + self.starts[segment] - at
-        pieces.append(places)
+        found = np.arange(max(first, at), end) + self.starts[segment] - at
+        pieces.append(found)
+
         end = at
       segment = self.parents[segment]
     return np.concatenate([np.zeros(0, np.int64), *reversed(pieces)])

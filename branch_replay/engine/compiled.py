@@ -216,9 +216,9 @@ def _forward(spec, keep, params, group, state):
     )
     return None, (outputs, kept if keep else None)
 
-  _, (whole, rest) = _over_branches(spec, look, None, group)
-  rest = (None, None) if rest is None else rest
-  return _join(whole[0], rest[0]), state, (whole[1], rest[1])
+  _, (equal, last) = _over_branches(spec, look, None, group)
+  last = (None, None) if last is None else last
+  return _join(equal[0], last[0]), state, (equal[1], last[1])
 
 
 def _backward(spec, params, group, state, key, kept, d_outputs):
@@ -239,10 +239,10 @@ def _value_and_grad(spec, loss, params, group, args, state, key, share):
     if state is None and not spec.whole:
       keep = spec.schedule.activations == "keep"
       state = _own_state(spec, keep, params, group)
-    grads, outputs, (whole, rest), reports = _gradient(
+    grads, outputs, (equal, last), reports = _gradient(
         spec, params, grads, group, state, key, cotangent, args, share=share
     )
-    value = jnp.sum(whole) + (0 if rest is None else rest)
+    value = jnp.sum(equal) + (0 if last is None else last)
     return grads, spec_lib.evaluation(value, outputs, *reports)
 
   grads = spec_lib.zero_grads(spec.trained(params))
@@ -265,17 +265,17 @@ def _gradient(
   """Adds the gradient of one group to `grads`, in any mode, on a given state.
 
   Returns:
-    grads, the outputs, the "anything" of `cotangent` (of whole visits and of
+    grads, the outputs, the "anything" of `cotangent` (of equal visits and of
     the last, smaller one), and (`PrefixPass` or None, expert load or None).
   """
-  total = report = load = seeds = None
+  accumulator = report = load = seeds = None
   if state is not None:
     # Drop spare room, so that the work is that of the prompt.
     chunks = spec.chunks(group.prompt.shape[0] - 1)
     if state.capacity > chunks.capacity:
       state = state_lib.resize(spec.config, state, chunks.capacity)
   if spec.accumulates:
-    total = state_lib.accumulator(
+    accumulator = state_lib.accumulator(
         spec.config, chunks.capacity // spec.layout.devices,
         spec.schedule.accumulator_dtype, spec.layout.devices,
     )
@@ -283,8 +283,8 @@ def _gradient(
     counts = _count(spec, params, state, group)
     load = balance.load(spec.config, counts)
     seeds = balance.seeds(spec.config, share * spec.balance, counts)
-  grads, total, outputs, extra = visit_branches(
-      spec, params, grads, total, state, group,
+  grads, accumulator, outputs, extra = visit_branches(
+      spec, params, grads, accumulator, state, group,
       steps.Pull(cotangent, args), kept=kept, seeds=seeds,
   )
   if spec.accumulates and chunks.count:
@@ -292,8 +292,8 @@ def _gradient(
     if spec.prefix_gradient == "sampled":
       uniform_N = estimators.uniforms(key, chunks.count)
     grads, _, report = pop_chunks(
-        spec, params, grads, total, state, uniform_N, seeds=seeds,
-        sequences=balance.answered(group.tail_lengths),
+        spec, params, grads, accumulator, state, chunks, uniform_N=uniform_N,
+        seeds=seeds, sequences=balance.answered(group.tail_lengths),
     )
   return grads, outputs, extra, (report, load)
 
@@ -302,13 +302,13 @@ def _gradient(
 
 
 def visit_branches(
-    spec: Spec, params, grads, total, state, group, pull: steps.Pull, *,
+    spec: Spec, params, grads, accumulator, state, group, pull: steps.Pull, *,
     kept=(None, None), seeds=None,
 ):
   """Visits all branches of a group, a few at a time.
 
   Args:
-    spec, params, grads, total, seeds: as in `steps.visit`.
+    spec, params, grads, accumulator, seeds: as in `steps.visit`.
     state: the captured prefix; None in "full".
     group: prompt and tails.
     pull: turns the outputs into their cotangent; its args are [G, ...].
@@ -316,9 +316,9 @@ def visit_branches(
       here.
 
   Returns:
-    grads, total, the outputs [G, T, ...], and the "anything" of `pull`: for the
-    visits of `branches_at_once` branches, with a leading axis of visits, and
-    for the last, smaller visit (or None).
+    grads, accumulator, the outputs [G, T, ...], and the "anything" of `pull`:
+    for the visits of `branches_at_once` branches, with a leading axis of
+    visits, and for the last, smaller visit (or None).
   """
   beneath, outer = _beneath(spec, state), spec.outer(params)
 
@@ -329,22 +329,25 @@ def visit_branches(
     )
     return tuple(carry), (outputs, extra)
 
-  (grads, total), (whole, rest) = _over_branches(
-      spec, visit, (grads, total), group, pull.args, kept
+  (grads, accumulator), (equal, last) = _over_branches(
+      spec, visit, (grads, accumulator), group, pull.args, kept
   )
-  rest = (None, None) if rest is None else rest
-  return grads, total, _join(whole[0], rest[0]), (whole[1], rest[1])
+  last = (None, None) if last is None else last
+  outputs = _join(equal[0], last[0])
+  return grads, accumulator, outputs, (equal[1], last[1])
 
 
 def pop_chunks(
-    spec: Spec, params, grads, total, state, uniform_N=None, *, seeds=None,
-    sequences=1,
+    spec: Spec, params, grads, accumulator, state, chunks: state_lib.Chunks, *,
+    uniform_N=None, seeds=None, sequences=1,
 ):
   """Pops the chunks of a prefix, last to first.
 
   Args:
-    spec, params, grads, total, seeds: as in `steps.pop`.
-    state: the captured prefix.
+    spec, params, grads, accumulator, seeds: as in `steps.pop`.
+    state: the captured prefix. It may have been captured in chunks of another
+      size if all layers have a place for every position.
+    chunks: how to cut it; the accumulator has room for just these chunks.
     uniform_N: in "sampled" a random number in [0, 1) for each chunk; else None.
     sequences: how many branches the load-balance term counts the prefix for.
 
@@ -352,33 +355,28 @@ def pop_chunks(
     grads, the accumulated cotangent of the state, and in "sampled" the
     `PrefixPass`, else None.
   """
-  # The prefix is cut to fit the accumulator, which may be smaller or larger
-  # than the state; stacks without places have none, and the state decides.
-  config, devices = spec.config, spec.layout.devices
-  chunks = spec.chunks(
-      state_lib.places(config, total) * devices or state.capacity
-  )
+  config = spec.config
   used = runs.chunks_used(state.length, chunks)
   room = chunks.capacity - state.capacity
   tokens = jnp.pad(state.tokens, (0, max(0, room)))
   rest = state_lib.rest_of(config, state.mixer)
   buffers = state.saved, state.kept
 
-  def pop(index, carry, turn=None):
-    grads, total, rest = carry
+  def pop(index, carry, draw=None):
+    grads, accumulator, rest = carry
     saved, kept = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False),
         buffers,
     )
     run = runs.chunk(tokens, state.length, index, chunks.size, sequences)
-    grads, total, rest, *_, report = steps.pop(
-        spec, params, grads, total, state_lib.with_rest(config, state, rest),
-        run, saved, kept=None if kept is None else (None, kept), turn=turn,
-        seeds=seeds,
+    grads, accumulator, rest, *_, report = steps.pop(
+        spec, params, grads, accumulator,
+        state_lib.with_rest(config, state, rest), run, saved,
+        kept=None if kept is None else (None, kept), draw=draw, seeds=seeds,
     )
-    return (grads, total, rest), report
+    return (grads, accumulator, rest), report
 
-  carry, report = (grads, total, rest), None
+  carry, report = (grads, accumulator, rest), None
   if uniform_N is not None:
     carry, report = _pop_drawn(spec, uniform_N, chunks, used, pop, carry)
   elif chunks.count == 1:  # no loop, so what was kept is not copied
@@ -397,11 +395,11 @@ def _pop_drawn(spec, uniform_N, chunks, used, pop, carry):
   def visit(step, carry):
     *carry, budget, report = carry
     index = used - 1 - step
-    turn = steps.Turn(
+    draw = estimators.Draw(
         index_N * chunks.size, index_N <= index, index, budget,
         uniform_N[index],
     )
-    carry, of_chunk = pop(index, tuple(carry), turn)
+    carry, of_chunk = pop(index, tuple(carry), draw)
     report = jax.tree.map(
         lambda x_N, x: x_N.at[index].set(x), report, of_chunk
     )
@@ -462,7 +460,7 @@ def _over_branches(spec, step, carry, group, args=None, kept=(None, None)):
   """
   run = runs.branches(spec, group)
   at_once = spec.at_once(group.tails.shape[0])
-  whole, rest = _split((run.rows, args), at_once)
+  equal, last = _split((run.rows, args), at_once)
 
   def one(carry, inputs):
     (rows, args), kept = inputs
@@ -470,27 +468,31 @@ def _over_branches(spec, step, carry, group, args=None, kept=(None, None)):
       return step(carry, run.of_rows(rows))
     return step(carry, run.of_rows(rows), args, kept)
 
-  carry, results = lax.scan(one, carry, (whole, kept[0]))
-  if rest is None:
+  carry, results = lax.scan(one, carry, (equal, kept[0]))
+  if last is None:
     return carry, (results, None)
-  carry, last = one(carry, (rest, kept[1]))
-  return carry, (results, last)
+  carry, of_last = one(carry, (last, kept[1]))
+  return carry, (results, of_last)
 
 
 def _split(tree, at_once: int):
-  """Cuts G rows into equal visits [visits, at_once, ...] and the rows left."""
+  """Cuts G rows into equal visits [visits, at_once, ...] and a smaller last.
+
+  The last is None if no rows are left for it.
+  """
   leaves = jax.tree.leaves(tree)
-  whole, left = divmod(leaves[0].shape[0], at_once)
-  cut = whole * at_once
-  visits = jax.tree.map(
-      lambda x: x[:cut].reshape(whole, at_once, *x.shape[1:]), tree
+  visits, left = divmod(leaves[0].shape[0], at_once)
+  cut = visits * at_once
+  equal = jax.tree.map(
+      lambda x: x[:cut].reshape(visits, at_once, *x.shape[1:]), tree
   )
-  return visits, jax.tree.map(lambda x: x[cut:], tree) if left else None
+  return equal, jax.tree.map(lambda x: x[cut:], tree) if left else None
 
 
-def _join(whole, rest):
+def _join(equal, last):
   """Undoes `_split` on results with leading axes [visits, at_once]."""
-  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole)
-  if rest is None:
+  flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), equal)
+  if last is None:
     return flat
-  return jax.tree.map(lambda *x: jnp.concatenate(x), flat, rest)
+  return jax.tree.map(lambda *x: jnp.concatenate(x), flat, last)
+

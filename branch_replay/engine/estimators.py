@@ -71,6 +71,28 @@ class PrefixPass(NamedTuple):
   size: jax.Array
 
 
+class Draw(NamedTuple):
+  """Inputs to the draw that decides whether "sampled" pulls a run back.
+
+  Only runs without loss of their own are drawn; the others always run.
+
+  Attributes:
+    starts_N: i32, the first position of each run on the state, ascending;
+      unused entries lie past all positions.
+    waiting_N: bool, which of these runs are still to be drawn.
+    index: i32 scalar, which of them is drawn now.
+    budget: how many of the waiting runs to pull back, in expectation.
+    uniform: random number in [0, 1); the run is pulled back if it is below the
+      run's probability.
+  """
+
+  starts_N: jax.Array
+  waiting_N: jax.Array
+  index: jax.Array
+  budget: jax.Array
+  uniform: jax.Array
+
+
 def sizes(
     config: config_lib.ModelConfig, accumulator, starts_N, index,
     layout: Layout = Layout(),
@@ -200,8 +222,8 @@ def uniforms(key, chunks: int) -> jax.Array:
 
 
 def drawn(
-    config: config_lib.ModelConfig, sampling: Sampling, accumulator, turn,
-    layout: Layout = Layout(),
+    config: config_lib.ModelConfig, sampling: Sampling, accumulator,
+    draw: Draw, layout: Layout = Layout(),
 ) -> PrefixPass:
   """Draws whether a chunk is pulled back; all devices draw the same.
 
@@ -209,15 +231,16 @@ def drawn(
     config: geometry of the model.
     sampling: the law.
     accumulator: accumulated cotangent of the state that includes the chunk.
-    turn: inputs to the draw, a `steps.Turn`.
+    draw: inputs to the draw.
     layout: on which devices the accumulator is.
 
   Returns:
     A `PrefixPass` of scalars.
   """
   size_N = sizes(
-      config, accumulator, layout.here(turn.starts_N), turn.index, layout
+      config, accumulator, layout.here(draw.starts_N), draw.index, layout
   )
-  q_N = probabilities(sampling, size_N, turn.waiting_N, turn.budget)
-  q = q_N[turn.index]
-  return PrefixPass(q, turn.uniform < q, size_N[turn.index])
+  q_N = probabilities(sampling, size_N, draw.waiting_N, draw.budget)
+  q = q_N[draw.index]
+  return PrefixPass(q, draw.uniform < q, size_N[draw.index])
+

@@ -10,7 +10,6 @@ every token that several sequences share is run once. A tree of one level is run
 as a group.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -26,14 +25,13 @@ from branch_replay.engine import hosted as hosted_lib
 from branch_replay.engine import prefix as prefix_lib
 from branch_replay.engine import program as program_lib
 from branch_replay.engine import readout as readout_lib
+from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
 from branch_replay.engine.estimators import Sampling
 from branch_replay.engine.schedule import Schedule
 from branch_replay.engine.spec import Spec
 from branch_replay.models import decoder
 from branch_replay.models import params as params_lib
-from branch_replay.ops import log_probs as log_probs_lib
-from branch_replay.ops.attention import reference as attention_reference
 
 Data = group_lib.Group | token_tree.Tree
 
@@ -104,22 +102,22 @@ def replay(
   if isinstance(data, token_tree.Tree):
     _check_no_state(state, allow_stale, version)
     return _replay_tree(model, params, data, options, key)
-  spec = make_spec(model, data, one_pass=False, **options)
+  spec = spec_lib.of_group(model, data, one_pass=False, **options)
   params_lib.check(model, params)
-  check_key(spec, key)
+  spec_lib.check_key(spec, key)
   if state is None and version is not None:
     raise ValueError("version= belongs to a state=.")
   if data.prompt.ndim == 2:
     if state is not None:
       raise ValueError("state= takes one group; stacked groups have several.")
-    places = jnp.arange(data.prompt.shape[0])
+    numbers = jnp.arange(data.prompt.shape[0])
 
     def one(inputs):
-      group, place = inputs
-      mine = None if key is None else jax.random.fold_in(key, place)
+      group, number = inputs
+      mine = None if key is None else jax.random.fold_in(key, number)
       return _replay(spec, allow_stale, params, group, None, None, mine)
 
-    return lax.map(one, (data, places))
+    return lax.map(one, (data, numbers))
   return _replay(spec, allow_stale, params, data, state, version, key)
 
 
@@ -147,61 +145,6 @@ def log_probs(
   readout = readout_lib.LogProbs(temperature)
   found = replay(model, params, data, readout=readout, **options)
   return data.by_leaf(found) if isinstance(data, token_tree.Tree) else found
-
-
-def dense_log_probs(
-    model: decoder.Decoder, params, data: Data, *, temperature: float = 1.0
-) -> jax.Array:
-  """Computes `log_probs` the slow, plain way, as a reference.
-
-  It runs every sequence whole, with plain attention and ordinary autodiff.
-
-  Args:
-    model: the decoder.
-    params: its parameters.
-    data: one group, or a tree.
-    temperature: τ > 0 of softmax(logits / τ).
-
-  Returns:
-    As `log_probs`.
-
-  Raises:
-    ValueError: ids or lengths that the model does not have; stacked groups.
-  """
-  params_lib.check(model, params)
-  checks.number(temperature, "temperature", above=0)
-
-  def of(hidden_GTM, targets_GT):
-    flat_N = log_probs_lib.reference(
-        hidden_GTM.reshape(-1, model.config.width),
-        model.apply({"params": params}, method="head_table"),
-        targets_GT.reshape(-1),
-        temperature=temperature,
-        vocab_size=model.config.vocab_size,
-    )
-    return flat_N.reshape(targets_GT.shape)
-
-  if isinstance(data, token_tree.Tree):
-    token_tree.check(data, model.config)
-    tokens_GS = jnp.asarray(data.sequences())
-    hidden_GSM = model.apply({"params": params}, tokens_GS, method="hidden")
-    found_GS = of(hidden_GSM[:, :-1], tokens_GS[:, 1:])
-    return jnp.where(data.mask(), jnp.pad(found_GS, ((0, 0), (1, 0))), 0)
-  group_lib.check(data, model.config)
-  prefix_lib.check_single(data)
-  attend = attention_reference.causal
-  if data.block is not None:
-    attend = functools.partial(
-        attend, block=data.block, start=data.prompt_length - 1,
-        lengths_G=data.prompt_length - 1 + data.tail_lengths,
-    )
-  hidden_GSM = model.apply(
-      {"params": params}, data.rows(), attend=attend, method="hidden"
-  )
-  hidden_GTM = lax.dynamic_slice_in_dim(
-      hidden_GSM, data.prompt_length - 1, data.tails.shape[1], axis=1
-  )
-  return jnp.where(data.mask(), of(hidden_GTM, data.tails), 0)
 
 
 def value_and_grad(
@@ -287,56 +230,25 @@ def value_and_grad(
           model, loss, options, params, data, args, key, balance_share,
           hosted or hosted_lib.Hosted(),
       )
-    spec = make_spec(model, data, **options)
+    spec = spec_lib.of_group(model, data, **options)
     params_lib.check(model, params)
-    check_key(spec, key)
+    spec_lib.check_key(spec, key)
     if state is None and version is not None:
       raise ValueError("version= belongs to a state=.")
     if state is not None and data.prompt.ndim == 2:
       raise ValueError("state= takes one group; stacked groups have several.")
     checks.leading(args, data.tails.shape[:-1], "one a branch of the group")
-    share = check_share(spec, balance_share)
+    share = spec_lib.check_share(spec, balance_share)
     if hosted is not None:
       return _hosted_gradient(
           spec, loss, params, data, args, state, key, share, hosted
       )
     good = _check(spec, state, params, data, version, allow_stale)
     return _poisoned(good, compiled.value_and_grad(
-        spec, loss, params, data, args, _inside(state), key, share
+        spec, loss, params, data, args, _unmarked(state), key, share
     ))
 
   return run
-
-
-def make_spec(
-    model, group, readout, prefix_gradient, schedule,
-    sampling=Sampling(), *, one_pass=True, trainable="all",
-    balance=0.0,
-) -> Spec:
-  """Builds the spec of a group's gradient and chooses its activation policy.
-
-  Args:
-    model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
-      in `value_and_grad`.
-    group: the group, or its shapes.
-    one_pass: whether each visit's backward pass follows its forward pass at
-      once, so that the activations of only one visit are held at a time.
-  """
-  params_lib.check_model(model)
-  group_lib.check(group, model.config)
-  spec = Spec(
-      model, readout, prefix_gradient, schedule, sampling, trainable, balance
-  )
-  branches, tokens = group.tails.shape[-2:]
-  prefix = group.prompt.shape[-1] - 1
-  if spec.whole:
-    tokens, prefix = prefix + tokens, 0
-  elif not spec.accumulates:
-    prefix = 0
-  rows = spec.at_once(branches) * tokens
-  # On several devices `compiled.forward` keeps no activations of tails.
-  one_pass = one_pass or spec.layout.devices > 1
-  return spec.settled(prefix, rows, rows if one_pass else branches * tokens)
 
 
 def plan_tree(
@@ -344,6 +256,9 @@ def plan_tree(
     sampling=Sampling(), trainable="all", balance=0.0,
 ) -> tuple[Spec, program_lib.Program]:
   """Builds the spec of a tree's gradient, and the program of the tree.
+
+  The activation policy is chosen for the longest path of pushed runs, whose
+  activations "keep" holds, and the largest visit on top of it.
 
   Args:
     model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
@@ -359,38 +274,15 @@ def plan_tree(
   program = program_lib.of_tree(
       tree, prefix_gradient, chunk_size=schedule.chunk_size,
       at_once=schedule.branches_at_once, devices=schedule.layout.devices,
-      whole=bool(balance),
+      all_tokens=bool(balance),
   )
   rows = max(run.tokens_RS.size for run in program.started)
-  path = program.capacity if spec.accumulates else 0
-  return spec.settled(path, rows, rows), program
+  path, held = 0, rows
+  if spec.accumulates:
+    path = program.capacity
+    held = max((run.tokens_RS.size for run in program.visited), default=0)
+  return spec.settled(path, rows, held), program
 
-
-def check_key(spec: Spec, key):
-  """Checks a PRNG key; in "sampled", which draws chunks, it must be there."""
-  if spec.prefix_gradient == "sampled" and key is None:
-    raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
-  if key is not None:
-    checks.key(key)
-
-
-def check_share(spec: Spec, balance_share) -> float:
-  """Returns the factor on the load-balance term, 1 for None.
-
-  Raises:
-    TypeError: the factor is no number.
-    ValueError: it is negative, or the spec has no load-balance term.
-  """
-  if balance_share is None:
-    return 1.0
-  if not spec.balance:
-    raise ValueError(
-        f"balance_share={balance_share} belongs to a load-balance term: say "
-        "balance=, or leave it out."
-    )
-  if group_lib.is_concrete(balance_share):
-    checks.number(balance_share, "balance_share", 0)
-  return balance_share
 
 
 def _check_no_state(state, allow_stale, version):
@@ -422,7 +314,7 @@ def _checked_forward(spec, allow_stale, keep, params, group, state, version):
   # values only inside of the custom_vjp.
   good = _check(spec, state, params, group, version, allow_stale)
   outputs, state, kept = compiled.forward(
-      spec, keep, params, group, _inside(state)
+      spec, keep, params, group, _unmarked(state)
   )
   return good, _poisoned(good, outputs), state, kept
 
@@ -448,9 +340,9 @@ def _check(spec, state, params, group, version, allow_stale):
   return functools.reduce(jnp.logical_and, found) if found else None
 
 
-def _inside(state):
-  """The checked state without `model`, which computations do not take."""
-  return None if state is None else dataclasses.replace(state, model=None)
+def _unmarked(state):
+  """The checked state as compiled functions take it, or None."""
+  return None if state is None else state.unmarked()
 
 
 def _poisoned(good, tree):
@@ -481,11 +373,11 @@ def _replay_tree(model, params, tree, options, key):
   params_lib.check(model, params)
   token_tree.check(tree, model.config)
   if tree.is_group:
-    group, places_GT = _as_group(tree, model.config)
+    group, index_GT = _as_group(tree, model.config)
     outputs = replay(model, params, group, key=key, **options)
-    return _at_places(outputs, places_GT, tree.tokens.size)
+    return _at_index(outputs, index_GT, tree.tokens.size)
   spec, program = plan_tree(model, tree, **options)
-  check_key(spec, key)
+  spec_lib.check_key(spec, key)
 
   @jax.custom_vjp
   def run(params, key):
@@ -518,18 +410,18 @@ def _tree_gradient(
   # the empty tail for padding and leave it out.
   empty = not tree.lengths[tree.leaves].all()
   if tree.is_group and not (options["balance"] and empty):
-    group, places_GT = _as_group(tree, model.config)
+    group, index_GT = _as_group(tree, model.config)
     evaluation, grads = value_and_grad(model, loss, **options)(
         params, group,
-        *jax.tree.map(lambda x: token_tree.take(x, places_GT), args),
+        *jax.tree.map(lambda x: token_tree.take(x, index_GT), args),
         key=key, balance_share=balance_share,
     )
-    outputs = _at_places(evaluation.outputs, places_GT, size)
+    outputs = _at_index(evaluation.outputs, index_GT, size)
     return evaluation._replace(outputs=outputs), grads
   spec, program = plan_tree(model, tree, **options)
-  check_key(spec, key)
+  spec_lib.check_key(spec, key)
   hosted.check(spec)
-  share = check_share(spec, balance_share)
+  share = spec_lib.check_share(spec, balance_share)
   return hosted_lib.gradient(
       spec, params, program, loss, args, key=key, share=share, how=hosted
   )
@@ -545,15 +437,15 @@ def _as_group(tree, config):
       config=config,
   )
   steps_GT = np.arange(group.tails.shape[1])[None]
-  places_GT = np.where(
+  index_GT = np.where(
       steps_GT < lengths[:, None], at[:, None] + steps_GT, token_tree.NOWHERE
   )
-  return group, places_GT
+  return group, index_GT
 
 
-def _at_places(outputs, places_GT, size: int):
+def _at_index(outputs, index_GT, size: int):
   """Moves a group's outputs [G, T, ...] to the tree's tokens, [N, ...]."""
-  at = np.where(places_GT < 0, size, places_GT)
+  at = np.where(index_GT < 0, size, index_GT)
 
   def place(x):
     zeros = jnp.zeros((size, *x.shape[2:]), x.dtype)

@@ -17,7 +17,6 @@ multiple of their number. Its children run the few tokens that are left, and the
 outputs of those tokens are taken from one of the children.
 """
 
-import enum
 import functools
 from typing import NamedTuple
 
@@ -30,6 +29,7 @@ from branch_replay.data import token_tree
 from branch_replay.engine import runs
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
+from branch_replay.engine.runs import Action
 
 # An inner segment of fewer tokens is not pushed but run again by each child:
 # a matrix of so few rows costs more than it saves. Not measured.
@@ -37,32 +37,21 @@ _LEAST = 16
 _ANY_LENGTH = 64  # leaves of up to so many tokens run together, however unlike
 
 
-class Kind(enum.Enum):
-  """What a step does with its run.
-
-  OPEN pushes it onto the state. VISIT runs leaves on top of the state. CLOSE
-  pops the run that was opened last off the state.
-  """
-
-  OPEN = "open"
-  VISIT = "visit"
-  CLOSE = "close"
-
-
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
   """One step of a program.
 
   Attributes:
-    kind: what to do with the run.
-    run: the run; its `read` is None if none of its outputs are wanted.
-    places: i32, where the run's outputs belong. In a tree [R, T], indices into
-      its tokens, or `NOWHERE` for an output that is not wanted; in a group [R],
-      its branches. None if no output is wanted.
+    action: what to do with the run.
+    run: the run; its `read` is None if none of its outputs are wanted. A run
+      that is visited is of leaves.
+    index: i32, the index of each of the run's outputs among those of the
+      program. In a tree [R, T], tokens, or `NOWHERE` for an output that is not
+      wanted; in a group [R], branches. None if no output is wanted.
   """
 
-  kind: Kind
+  action: Action
   run: runs.Run
-  places: np.ndarray | None
+  index: np.ndarray | None
 
 
 class Program(NamedTuple):
@@ -75,25 +64,31 @@ class Program(NamedTuple):
       of a group.
   """
 
-  steps: list[Step]
+  steps: list[ProgramStep]
   capacity: int
   outputs: int
 
   @property
   def started(self) -> list[runs.Run]:
     """All runs that are pushed or visited, in order."""
-    return [step.run for step in self.steps if step.kind != Kind.CLOSE]
+    return [step.run for step in self.steps if step.action != Action.POP]
 
   @property
-  def inner(self) -> list[runs.Run]:
+  def pushed(self) -> list[runs.Run]:
     """The runs that are pushed, in order."""
-    return [step.run for step in self.steps if step.kind == Kind.OPEN]
+    return [step.run for step in self.steps if step.action == Action.PUSH]
+
+  @property
+  def visited(self) -> list[runs.Run]:
+    """The runs that are visited, in order."""
+    return [step.run for step in self.steps if step.action == Action.VISIT]
 
   @property
   def depth(self) -> int:
-    """Most runs that are open at a time, rounded up to a power of two."""
-    turns = {Kind.OPEN: 1, Kind.CLOSE: -1, Kind.VISIT: 0}
-    deepest = max(np.cumsum([turns[step.kind] for step in self.steps]))
+    """Most runs that are on the state at a time, rounded up to a power of two.
+    """
+    change = {Action.PUSH: 1, Action.POP: -1, Action.VISIT: 0}
+    deepest = max(np.cumsum([change[step.action] for step in self.steps]))
     return 1 << max(int(deepest) - 1, 0).bit_length()
 
   @property
@@ -124,14 +119,14 @@ def of_group(spec: spec_lib.Spec, group: group_lib.Group) -> Program:
       runs.chunk(tokens, prefix, index, chunks.size, _answered(group))
       for index in range(used)
   ]
-  steps = [Step(Kind.OPEN, run, None) for run in pushed]
+  steps = [ProgramStep(Action.PUSH, run, None) for run in pushed]
   everything = runs.branches(spec, group)
   branches = group.tails.shape[0]
   for start in range(0, branches, spec.at_once(branches)):
     rows = np.arange(start, min(start + spec.at_once(branches), branches))
     part = jax.tree.map(lambda x, rows=rows: x[rows], everything.rows)
-    steps.append(Step(Kind.VISIT, everything.of_rows(part), rows))
-  steps += [Step(Kind.CLOSE, run, None) for run in reversed(pushed)]
+    steps.append(ProgramStep(Action.VISIT, everything.of_rows(part), rows))
+  steps += [ProgramStep(Action.POP, run, None) for run in reversed(pushed)]
   return Program(steps, chunks.capacity, branches)
 
 
@@ -142,7 +137,7 @@ def _answered(group) -> int:
 class _Stretch(NamedTuple):
   """Positions [first, stop) of the path that ends with a segment.
 
-  `index` has, for each position, the place in the tree's tokens of the token it
+  `index` has, for each position, the index in the tree's tokens of the token it
   predicts, or `NOWHERE` if that output is not wanted.
   """
 
@@ -160,7 +155,7 @@ def of_tree(
     at_once: int | None = None,
     devices: int = 1,
     least: int = _LEAST,
-    whole: bool = False,
+    all_tokens: bool = False,
 ) -> Program:
   """Makes the program of a tree.
 
@@ -175,8 +170,8 @@ def of_tree(
     devices: how many devices share the tokens.
     least: inner segments of fewer tokens are not pushed; each of their children
       runs them again. Ignored in "stop".
-    whole: whether to also run tokens that no wanted output depends on: every
-      sequence up to its last token but one.
+    all_tokens: whether to also run tokens that no wanted output depends on:
+      every sequence up to its last token but one.
 
   Returns:
     The program.
@@ -188,22 +183,20 @@ def of_tree(
     raise ValueError("No token of the tree carries loss: nothing to read.")
   build = functools.partial(_run, tree, devices, _sequences_through(tree))
   if mode == "full":
-    leaves = _whole_sequences(tree, whole)
-    return Program(
-        [Step(Kind.VISIT, *build([leaf], 1)) for leaf in leaves], 0,
-        tree.tokens.size,
-    )
+    leaves = _whole_sequences(tree, all_tokens)
+    steps = [ProgramStep(Action.VISIT, *build([leaf], 1)) for leaf in leaves]
+    return Program(steps, 0, tree.tokens.size)
   least = 1 if mode == "stop" else max(least, 1)
-  inner, leaves, anchors = _stretches(tree, devices, least, whole)
+  inner, leaves, anchors = _stretches(tree, devices, least, all_tokens)
   below = {anchor: [] for anchor in (token_tree.NO_PARENT, *inner)}
   for segment in inner:
     below[anchors[tree.parents[segment]]].append(segment)
   steps, deepest = [], 0
-  waiting = [(Kind.VISIT, token_tree.NO_PARENT)]
+  waiting = [(Action.VISIT, token_tree.NO_PARENT)]
   while waiting:
-    kind, segment = waiting.pop()
-    if kind == Kind.CLOSE:
-      steps.append(Step(kind, *segment))
+    action, segment = waiting.pop()
+    if action == Action.POP:
+      steps.append(ProgramStep(action, *segment))
       continue
     if segment != token_tree.NO_PARENT:
       stretch = inner[segment]
@@ -212,13 +205,14 @@ def of_tree(
       for part in _chunks(stretch, size, devices):
         run = build([part], 1)
         deepest = max(deepest, part.first + run[0].tokens_RS.shape[1])
-        steps.append(Step(Kind.OPEN, *run))
-        waiting.append((Kind.CLOSE, run))
+        steps.append(ProgramStep(Action.PUSH, *run))
+        waiting.append((Action.POP, run))
     mine = [leaf for leaf in leaves
             if anchors[tree.parents[leaf.segment]] == segment]
     for rows in _together(mine, at_once):
-      steps.append(Step(Kind.VISIT, *build(rows, _rows(len(rows), at_once))))
-    waiting += [(Kind.OPEN, child) for child in reversed(below[segment])]
+      run = build(rows, _rows(len(rows), at_once))
+      steps.append(ProgramStep(Action.VISIT, *run))
+    waiting += [(Action.PUSH, child) for child in reversed(below[segment])]
   return Program(steps, _padded(deepest, devices), tree.tokens.size)
 
 
@@ -235,7 +229,7 @@ def _sequences_through(tree) -> np.ndarray:
   return count
 
 
-def _stretches(tree, devices, least, whole):
+def _stretches(tree, devices, least, all_tokens):
   """Settles which positions each segment runs.
 
   Returns:
@@ -263,7 +257,7 @@ def _stretches(tree, devices, least, whole):
     stretches.append(
         _Stretch(segment, int(first[segment]), int(stop[segment]), index)
     )
-  needed = np.array([whole or (x.index >= 0).any() for x in stretches])
+  needed = np.array([all_tokens or (x.index >= 0).any() for x in stretches])
   for segment in reversed(range(1, count)):
     needed[tree.parents[segment]] |= needed[segment]
   inner, leaves = {}, []
@@ -275,34 +269,34 @@ def _stretches(tree, devices, least, whole):
     if tree.children[stretch.segment]:
       inner[stretch.segment] = stretch
     else:
-      leaves.append(stretch if whole else _shortened(stretch))
+      leaves.append(stretch if all_tokens else _shortened(stretch))
   return inner, leaves, anchors
 
 
-def _whole_sequences(tree, whole) -> list[_Stretch]:
+def _whole_sequences(tree, all_tokens) -> list[_Stretch]:
   """A stretch for each whole sequence; a shared output is taken from one.
 
-  Sequences from which no output is taken are left out unless `whole`.
+  Sequences from which no output is taken are left out unless `all_tokens`.
   """
   taken = np.zeros(tree.tokens.size, bool)
   found = []
   for leaf in tree.leaves:
     end = int(tree.positions[leaf] + tree.lengths[leaf])
     index = _wanted(tree, leaf, 0, end - 1, taken)
-    if (index >= 0).any() or (whole and end > 1):
+    if (index >= 0).any() or (all_tokens and end > 1):
       found.append(_Stretch(int(leaf), 0, end - 1, index))
   return found
 
 
 def _wanted(tree, segment, first, stop, taken):
-  """Places of the tokens that [first, stop) predict; `NOWHERE` if not wanted.
+  """Indices of the tokens that [first, stop) predict; `NOWHERE` if not wanted.
 
   Tokens in `taken` are not wanted again; those found here are added to it.
   """
-  places = tree.places(segment, first + 1, stop + 1)
-  wanted = tree.trained[places] & ~taken[places]
-  taken[places[wanted]] = True
-  return np.where(wanted, places, token_tree.NOWHERE)
+  index = tree.indices(segment, first + 1, stop + 1)
+  wanted = tree.trained[index] & ~taken[index]
+  taken[index[wanted]] = True
+  return np.where(wanted, index, token_tree.NOWHERE)
 
 
 def _shortened(stretch: _Stretch) -> _Stretch:
@@ -349,25 +343,26 @@ def _rows(count: int, at_once: int | None) -> int:
 def _run(
     tree, devices, sequences, stretches: list[_Stretch], rows: int
 ) -> tuple[runs.Run, np.ndarray | None]:
-  """Makes a run of stretches that start at one position, and its places."""
+  """Makes a run of stretches that start at one position, and its index."""
   lengths = [stretch.stop - stretch.first for stretch in stretches]
   width = _padded(max(lengths), devices)
   tokens, targets = np.zeros((2, rows, width), np.int32)
   through = [sequences[stretch.segment] for stretch in stretches]
-  places = np.full((rows, width), token_tree.NOWHERE, np.int32)
+  index = np.full((rows, width), token_tree.NOWHERE, np.int32)
   for row, (stretch, length) in enumerate(
       zip(stretches, lengths, strict=True)
   ):
     path = tree.tokens[
-        tree.places(stretch.segment, stretch.first, stretch.stop + 1)
+        tree.indices(stretch.segment, stretch.first, stretch.stop + 1)
     ]
     tokens[row, :length], targets[row, :length] = path[:-1], path[1:]
-    places[row, :length] = stretch.index
+    index[row, :length] = stretch.index
   padding = [0] * (rows - len(lengths))
   lengths = np.array(lengths + padding, np.int32)
-  wanted = (places >= 0).any()
+  wanted = (index >= 0).any()
   return runs.Run(
       np.int32(stretches[0].first), tokens, lengths,
       np.array(through + padding, np.int32),
       runs.Read(targets, lengths, np.int32(0)) if wanted else None,
-  ), places if wanted else None
+  ), index if wanted else None
+

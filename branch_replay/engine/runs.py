@@ -3,6 +3,7 @@
 """Run, the unit of work: rows of tokens at the same positions."""
 
 import dataclasses
+import enum
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,22 @@ class Run:
     )
 
 
+class Action(enum.Enum):
+  """What is done with a run; `steps` has a function for each.
+
+  PUSH appends it to the state. VISIT runs it on top of the state, there and
+  back. POP takes the run that was pushed last off the state and, in "exact" and
+  "sampled", pulls its cotangent back. In "stop", where a run that was pushed
+  gets no cotangent from later ones, PUSH also visits a run that has outputs.
+  """
+
+  PUSH = "push"
+  VISIT = "visit"
+  POP = "pop"
+
+
 def chunk(tokens, length, index, size: int, sequences=1) -> Run:
+
   """Makes the run of one chunk of a prefix.
 
   Args:

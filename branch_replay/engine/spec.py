@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from branch_replay import checks
 from branch_replay import config as config_lib
+from branch_replay.data import group as group_lib
 from branch_replay.devices import layout as layout_lib
 from branch_replay.engine import balance as balance_lib
 from branch_replay.engine import estimators
@@ -108,8 +109,8 @@ class Spec:
 
   @property
   def state(self) -> state_lib.PrefixState:
-    """How devices share each field of a prefix state, see `state.kinds_of`."""
-    return state_lib.kinds_of(self.layout.devices)
+    """How devices share each field of a state, see `state.sharing_of`."""
+    return state_lib.sharing_of(self.layout.devices)
 
   def chunks(self, positions: int) -> state_lib.Chunks:
     """Cuts a prefix of so many positions into equal chunks."""
@@ -138,6 +139,64 @@ class Spec:
     """The spec with this activation policy."""
     schedule = dataclasses.replace(self.schedule, activations=policy)
     return dataclasses.replace(self, schedule=schedule)
+
+
+def of_group(
+    model, group, readout, prefix_gradient, schedule,
+    sampling=estimators.Sampling(), *, one_pass=True, trainable="all",
+    balance=0.0,
+) -> Spec:
+  """Builds the spec of a group's gradient and chooses its activation policy.
+
+  Args:
+    model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
+      in `gradients.value_and_grad`.
+    group: the group, or its shapes.
+    one_pass: whether each visit's backward pass follows its forward pass at
+      once, so that the activations of only one visit are held at a time.
+  """
+  params_lib.check_model(model)
+  group_lib.check(group, model.config)
+  spec = Spec(
+      model, readout, prefix_gradient, schedule, sampling, trainable, balance
+  )
+  branches, tokens = group.tails.shape[-2:]
+  prefix = group.prompt.shape[-1] - 1
+  if spec.whole:
+    tokens, prefix = prefix + tokens, 0
+  elif not spec.accumulates:
+    prefix = 0
+  rows = spec.at_once(branches) * tokens
+  # On several devices `compiled.forward` keeps no activations of tails.
+  one_pass = one_pass or spec.layout.devices > 1
+  return spec.settled(prefix, rows, rows if one_pass else branches * tokens)
+
+
+def check_key(spec: Spec, key):
+  """Checks a PRNG key; in "sampled", which draws chunks, it must be there."""
+  if spec.prefix_gradient == "sampled" and key is None:
+    raise ValueError("prefix_gradient='sampled' draws chunks: pass key=.")
+  if key is not None:
+    checks.key(key)
+
+
+def check_share(spec: Spec, balance_share) -> float:
+  """Returns the factor on the load-balance term, 1 for None.
+
+  Raises:
+    TypeError: the factor is no number.
+    ValueError: it is negative, or the spec has no load-balance term.
+  """
+  if balance_share is None:
+    return 1.0
+  if not spec.balance:
+    raise ValueError(
+        f"balance_share={balance_share} belongs to a load-balance term: say "
+        "balance=, or leave it out."
+    )
+  if group_lib.is_concrete(balance_share):
+    checks.number(balance_share, "balance_share", 0)
+  return balance_share
 
 
 class Evaluation(NamedTuple):

@@ -42,8 +42,9 @@ class PrefixState:
       that a chunk is run again with the same ones; empty without experts.
     devices: how many devices the positions are dealt to; position p is on
       device p mod devices, and the arrays hold one device after the other.
-    model: `fingerprint.of_config` of the model that captured it; None inside
-      compiled functions, whose callers have checked it.
+    model: `fingerprint.of_config` of the model that captured it; None if the
+      state is not marked, as inside compiled functions, whose callers check
+      the mark first (see `unmarked`). Public functions refuse such a state.
   """
 
   mixer: Any
@@ -62,6 +63,13 @@ class PrefixState:
   def capacity(self) -> int:
     """P, the positions there is room for on all devices."""
     return self.tokens.shape[-1]
+
+  def unmarked(self) -> "PrefixState":
+    """The state without `model`, for compiled functions.
+
+    It is static, so that they would be compiled once for every mark.
+    """
+    return dataclasses.replace(self, model=None)
 
 
 class Chunks(NamedTuple):
@@ -170,18 +178,18 @@ def seen(config: config_lib.ModelConfig, mixer):
   )
 
 
-def chosen(state: PrefixState, start, size: int, places: int):
+def chosen(state: PrefixState, start, size: int, end: int):
   """Slices the experts that a chunk's positions chose from a state's `choices`.
 
   Args:
     state: the prefix state.
     start: first position of the chunk on this device.
     size: positions of the chunk on this device.
-    places: where the last chunk ends on this device; this may be past the
-      state's capacity if the state was captured in chunks of another size.
+    end: where the last chunk ends on this device; this may be past the state's
+      capacity if the state was captured in chunks of another size.
   """
   def part(x_L1Pk):
-    room = max(0, places - x_L1Pk.shape[2])
+    room = max(0, end - x_L1Pk.shape[2])
     padded = jnp.pad(x_L1Pk, ((0, 0), (0, 0), (0, room), (0, 0)))
     return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=2)
 
@@ -364,7 +372,7 @@ def complete(
   )
 
 
-def kinds_of(devices: int) -> PrefixState:
+def sharing_of(devices: int) -> PrefixState:
   """Makes a `PrefixState` that has words in place of arrays, for `Layout.over`.
 
   Each word says how devices share the field that it stands in.

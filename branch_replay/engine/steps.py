@@ -36,34 +36,13 @@ from branch_replay.engine import readout as readout_lib
 from branch_replay.engine import runs
 from branch_replay.engine import segment
 from branch_replay.engine import state as state_lib
+from branch_replay.engine.runs import Action
 from branch_replay.engine.runs import Run
 from branch_replay.engine.spec import Spec
 from branch_replay.mixers import kinds
 from branch_replay.mixers import sizes
 from branch_replay.models import adapters
 from branch_replay.ops.attention import tiling
-
-
-class Turn(NamedTuple):
-  """Inputs to the draw that decides whether "sampled" pulls a run back.
-
-  Only runs without loss of their own are drawn; the others always run.
-
-  Attributes:
-    starts_N: i32, the first position of each run on the state, ascending;
-      unused entries lie past all positions.
-    waiting_N: bool, which of these runs are still to be drawn.
-    index: i32 scalar, which of them is drawn now.
-    budget: how many of the waiting runs to pull back, in expectation.
-    uniform: random number in [0, 1); the run is pulled back if it is below the
-      run's probability.
-  """
-
-  starts_N: jax.Array
-  waiting_N: jax.Array
-  index: jax.Array
-  budget: jax.Array
-  uniform: jax.Array
 
 
 class Pull(NamedTuple):
@@ -92,7 +71,7 @@ def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
     The new state; what `pop` needs of the old one; and (output of the last
     layer, activations kept of the layers).
   """
-  context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
+  context = _context(spec, state, run, Action.PUSH)
   y_RSM, present, stages = _forward(
       spec, params, run, context, keep=keep, present=True
   )
@@ -107,7 +86,7 @@ def extend(spec: Spec, params, state, run: Run):
 
   Unlike `push` it does not write padding, for which there may be no room.
   """
-  context = _context(spec, state, run, masked=kinds.recurrent(spec.config))
+  context = _context(spec, state, run, Action.PUSH)
   _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
   return state_lib.extend(spec.config, state, present, _chunk(spec, run))
 
@@ -123,40 +102,40 @@ def look(spec: Spec, params, outer, state, run: Run, *, keep: str | None):
   Returns:
     The outputs [R, T, ...], and what was kept.
   """
-  y_RSM, _, stages = _forward(
-      spec, params, run, _context(spec, state, run), keep=keep
-  )
+  context = _context(spec, state, run, Action.VISIT)
+  y_RSM, _, stages = _forward(spec, params, run, context, keep=keep)
   outputs, _ = read(spec, outer, y_RSM, run, outer)
   return outputs, (y_RSM, stages)
 
 
 def visit(
-    spec: Spec, params, outer, grads, total, state, run: Run, pull: Pull, *,
-    kept=None, seeds=None,
+    spec: Spec, params, outer, grads, accumulator, state, run: Run, pull: Pull,
+    *, kept=None, seeds=None,
 ):
   """Runs a run forward and backward on top of a state.
 
   Args:
     spec, params, outer, state, run: as in `look`.
     grads: gradients so far, like `spec.trained(params)`, at least float32.
-    total: accumulated cotangent of the state so far; None in "stop" and "full".
+    accumulator: what has accumulated so far; None in "stop" and "full".
     pull: turns the outputs into their cotangent.
     kept: what `look` or `push` kept of this run; None runs it forward here.
     seeds: seeds of the load-balance term (see `balance`), or None.
 
   Returns:
-    The updated grads and total, the outputs [R, T, ...], and the "anything" of
-    `pull`.
+    The updated grads and accumulator, the outputs [R, T, ...], and the
+    "anything" of `pull`.
   """
-  context = _context(spec, state, run, seeds=seeds)
+  context = _context(spec, state, run, Action.VISIT, seeds=seeds)
   return _there_and_back(
-      spec, params, outer, grads, total, run, context, pull, kept
+      spec, params, outer, grads, accumulator, run, context, pull, kept
   )
 
 
 def pop(
-    spec: Spec, params, grads, total, state, run: Run, saved, *, kept=None,
-    pull: Pull | None = None, turn: Turn | None = None, seeds=None,
+    spec: Spec, params, grads, accumulator, state, run: Run, saved, *,
+    kept=None, pull: Pull | None = None, draw: estimators.Draw | None = None,
+    seeds=None,
 ):
   """Takes the run that was pushed last off the state and pulls it back.
 
@@ -165,57 +144,57 @@ def pop(
 
   Args:
     spec, params, grads, run: as in `visit`.
-    total: accumulated cotangent of the state that includes the run.
+    accumulator: what has accumulated for the state that includes the run.
     state: the state that includes the run.
     saved: what `push` returned of the state before the run.
     kept: activations that `push` kept; None runs it again, with the same
       experts.
     pull: turns the run's own outputs into their cotangent; None if the run has
       no outputs.
-    turn: inputs to the draw, for a run that "sampled" may leave out; else None.
+    draw: inputs to the draw, for a run that "sampled" may leave out; else None.
     seeds: seeds of the load-balance term, or None.
 
   Returns:
-    The updated grads; the updated total, in which stacks without a place for
-    every position now hold the cotangent of the state before the run; those
+    The updated grads; the updated accumulator, in which stacks without a place
+    for every position now hold the cotangent of the state before the run; those
     stacks of the state before the run (`state.rest_of`); the outputs; the
-    "anything" of `pull`; and with a turn an `estimators.PrefixPass` of scalars,
+    "anything" of `pull`; and with a draw an `estimators.PrefixPass` of scalars,
     else None.
   """
   config, chunk, report, scale = spec.config, _chunk(spec, run), None, 1.0
   rest = state_lib.restore(config, state, saved, chunk)
   state = state_lib.with_rest(config, state, rest)
-  if turn is not None:
+  if draw is not None:
     report = estimators.drawn(
-        config, spec.sampling, total, turn, spec.layout
+        config, spec.sampling, accumulator, draw, spec.layout
     )
     scale = estimators.weight(report.probability, report.drawn)
   context = _context(
-      spec, state, run, seeds=seeds, scale=scale,
-      masked=kinds.recurrent(config) or run.read is not None,
+      spec, state, run, Action.POP, seeds=seeds, scale=scale
   )
   if kept is None:
     size = run.tokens_RS.shape[1] // spec.layout.devices
     context = context._replace(choices=state_lib.chosen(
-        state, chunk.start, size, state_lib.places(config, total)
+        state, chunk.start, size, state_lib.places(config, accumulator)
     ))
 
-  def pull_back(grads, total):
+  def pull_back(grads, accumulator):
     outer = None if pull is None else spec.outer(params)
     return _there_and_back(
-        spec, params, outer, grads, total, run, context, pull, kept,
+        spec, params, outer, grads, accumulator, run, context, pull, kept,
         segment.Popped(chunk, scale),
     )
 
-  if turn is None:
-    grads, total, outputs, extra = pull_back(grads, total)
+  if draw is None:
+    grads, accumulator, outputs, extra = pull_back(grads, accumulator)
   else:
     outputs = extra = None
-    grads, total = estimators.pop_or_skip(
+    grads, accumulator = estimators.pop_or_skip(
         config, report.drawn, lambda *carry: pull_back(*carry)[:2],
-        lambda total: state_lib.skip(config, total, chunk), grads, total,
+        lambda accumulator: state_lib.skip(config, accumulator, chunk),
+        grads, accumulator,
     )
-  return grads, total, rest, outputs, extra, report
+  return grads, accumulator, rest, outputs, extra, report
 
 
 def restore(spec: Spec, state, run: Run, saved):
@@ -234,7 +213,7 @@ def count(spec: Spec, params, counts, state, run: Run):
   Returns:
     The updated counts.
   """
-  context = _context(spec, state, run)
+  context = _context(spec, state, run, Action.VISIT)
   _, present, _ = _forward(spec, params, run, context, keep=None, present=True)
   return balance_lib.add(counts, present.choices, _sequences(run, context))
 
@@ -246,9 +225,8 @@ def count_pushed(spec: Spec, counts, state, run: Run):
       state, chunk.start, tokens // spec.layout.devices, 0
   )
   chosen = jax.tree.map(lambda x_L1Ck: x_L1Ck[:, :, None], chosen)
-  return balance_lib.add(
-      counts, chosen, _sequences(run, _context(spec, state, run))
-  )
+  context = _context(spec, state, run, Action.PUSH)
+  return balance_lib.add(counts, chosen, _sequences(run, context))
 
 
 def keeps(policy: str | None) -> str | None:
@@ -259,11 +237,12 @@ def keeps(policy: str | None) -> str | None:
 
 
 def _there_and_back(
-    spec, params, outer, grads, total, run, context, pull, kept, popped=None
+    spec, params, outer, grads, accumulator, run, context, pull, kept,
+    popped=None,
 ):
   """Runs a run forward unless it is kept, then backward.
 
-  Returns (grads, total, outputs, "anything"), for `visit` and `pop`.
+  Returns (grads, accumulator, outputs, "anything"), for `visit` and `pop`.
   """
   config, layout = spec.config, spec.layout
   if kept is None:
@@ -285,14 +264,14 @@ def _there_and_back(
     grads = grads | jax.tree.map(
         lambda total, new: total + new.astype(total.dtype), of_outer, d_outer
     )
-  dx_RSM, of_layers, total = segment.backward(
+  dx_RSM, of_layers, accumulator = segment.backward(
       config, params["layers"], grads["layers"], stages, dy_RSM, context,
-      layout=layout, accumulator=total, popped=popped,
+      layout=layout, accumulator=accumulator, popped=popped,
   )
   grads = segment.embed_backward(
       config, grads | {"layers": of_layers}, tokens_RS, dx_RSM, layout
   )
-  return grads, total, outputs, extra
+  return grads, accumulator, outputs, extra
 
 
 def _forward(spec, params, run, context, *, keep, present=False):
@@ -305,14 +284,23 @@ def _forward(spec, params, run, context, *, keep, present=False):
   )
 
 
-def _context(
-    spec, state, run, *, seeds=None, scale=1.0, masked=True
-) -> segment.Context:
-  """Builds the `segment.Context` of a run.
+def _masked(config, run, action: Action) -> bool:
+  """Whether the layers are told each row's length.
 
-  `masked` says whether the layers are told each row's length. A pushed run of
-  attention layers needs no mask: no real token sees the padding after it.
+  Attention layers of a run that is pushed need not be: no real token sees the
+  padding after it. When the run is popped they still need not, unless it has
+  outputs. Recurrent layers always must: what they leave behind depends on every
+  token they are given.
   """
+  if action is Action.VISIT or kinds.recurrent(config):
+    return True
+  return action is Action.POP and run.read is not None
+
+
+def _context(
+    spec, state, run, action: Action, *, seeds=None, scale=1.0
+) -> segment.Context:
+  """Builds the `segment.Context` of a run that is pushed, visited or popped."""
   layout, (rows, tokens) = spec.layout, run.tokens_RS.shape
   positions_S = layout.positions(run.first, tokens)[None]
   blocks = None
@@ -321,7 +309,9 @@ def _context(
   context = segment.Context(
       state_lib.seen(spec.config, state.mixer), layout.here(run.first),
       jnp.broadcast_to(positions_S, (rows, positions_S.shape[1])),
-      run.lengths_R if masked else None, blocks=blocks,
+      run.lengths_R if _masked(spec.config, run, action) else None,
+      blocks=blocks,
+
   )
   if seeds is None:
     return context

@@ -138,7 +138,8 @@ class FullAttention(mixer.Mixer):
     q, k, v = self.heads(params, mixed, context.positions_GT)
     slots, window = self.reach(at)
     out, lse = layout.merge(*attention.forward(
-        layout.all(q, 3), k, v, at.prefix, at.layer, slots, context.lengths_G,
+        layout.all(q, 3), k, v,
+        attention.PrefixLayer(at.prefix, at.layer, slots), context.lengths_G,
         stripe=layout.stripe(), window=window, kernel=layout.kernel(q),
         blocks=context.blocks,
     ))
@@ -174,11 +175,13 @@ class FullAttention(mixer.Mixer):
         params, *record.mixed,
     )
     slots, window = self.reach(at)
-    delta = attention.row_delta(d_out, record.out)
+    rows = attention.QueryRows(
+        d_out, q, record.extra, attention.row_delta(d_out, record.out)
+    )
     dq, dk, dv, accumulator = attention.backward_rows(
-        layout.all(d_out, 3), layout.all(q, 3), k, v,
-        layout.all(record.extra, 3), layout.all(delta, 3), at.prefix, at.layer,
-        slots, accumulator=accumulator, stripe=layout.stripe(), window=window,
+        attention.QueryRows(*(layout.all(x, 3) for x in rows)), k, v,
+        attention.PrefixLayer(at.prefix, at.layer, slots),
+        accumulator=accumulator, stripe=layout.stripe(), window=window,
         kernel=layout.kernel(q), blocks=context.blocks,
     )
     dq = layout.sum_mine(dq, 3).astype(q.dtype)
@@ -202,11 +205,11 @@ class FullAttention(mixer.Mixer):
   def decode(self, at: mixer.NewTokens, params, mixed, cache):
     """See `Mixer.decode`; keeps nothing for `settle`."""
     positions_GT = at.length + at.slots_GT
-    prefix = self.seen(at.stack)
     q, k, v = self.heads(params, mixed, positions_GT)
     cache = places.write_cache(cache, at.layer, at.slots_GT, (k, v))
     out = attention.decode(
-        q, cache, at.layer, at.slots_GT, prefix, at.layer, at.length
+        q, cache, at.layer, at.slots_GT,
+        attention.PrefixLayer(self.seen(at.stack), at.layer, at.length),
     )
     return out, cache, None
 

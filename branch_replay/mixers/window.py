@@ -159,8 +159,9 @@ class SlidingWindow(full.FullAttention):
     q, k, v = self.heads(params, mixed, positions_GT)
     cache = places.write_cache(cache, at.layer, at.slots_GT, (k, v))
     out = attention.decode(
-        q, cache, at.layer, at.slots_GT, at.stack, at.layer, size,
-        window=self.window, lowest_GT=lowest_GT - at.length + size,
+        q, cache, at.layer, at.slots_GT,
+        attention.PrefixLayer(at.stack, at.layer, size), window=self.window,
+        lowest_GT=lowest_GT - at.length + size,
     )
     return out, cache, None
 

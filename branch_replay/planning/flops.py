@@ -111,7 +111,7 @@ def runs(
 
   Args:
     config: geometry of the model.
-    shapes: (rows, tokens, prefix, opened, read) of each run of its program:
+    shapes: (rows, tokens, prefix, pushed, read) of each run of its program:
       rows of so many tokens on so many positions, whether the run is pushed
       (part of an inner segment), and whether it has outputs.
     mode: "full", "exact" or "stop".
@@ -124,11 +124,11 @@ def runs(
   popped = {"keep": 0, "recompute": 1, "recompute_layers": 2}[policy]
   head_passes = 4 if trainable == "all" else 3
   total = 0
-  for rows, tokens, prefix, opened, read in shapes:
+  for rows, tokens, prefix, pushed, read in shapes:
     forwards, pulled = 1 + again, True
-    if opened and mode == "exact":
+    if pushed and mode == "exact":
       forwards = 1 + popped
-    elif opened and not read:  # "stop" pulls nothing back through it
+    elif pushed and not read:  # "stop" pulls nothing back through it
       forwards, pulled = 1, False
     there = forwards * forward(config, tokens, prefix)
     back = pulled * _backward(config, tokens, prefix, trainable)

@@ -15,6 +15,7 @@ and `settle` then advances it by as many of them as the row accepted.
 import jax
 import jax.numpy as jnp
 
+from branch_replay.engine import decoding
 from branch_replay.engine import segment
 from branch_replay.engine import state as state_lib
 from branch_replay.models import decoder
@@ -49,7 +50,7 @@ def run(
     cache: made by `state.caches`, with inputs 0 … start − 1 of every row.
     starts_N: i32, number of cached inputs of each row.
     tokens_NT: i32, the new inputs of each row.
-    layers: the model's layers one by one, as `segment.decode` takes them, for
+    layers: the model's layers one by one, as `decoding.decode` takes them, for
       speed on CPU; None to use those in `params`.
 
   Returns:
@@ -58,7 +59,7 @@ def run(
   """
   outer = {"params": segment.outer(params)}
   x_NTM = model.apply(outer, tokens_NT, method="embed_tokens")
-  x_NTM, cache, pending = segment.decode(
+  x_NTM, cache, pending = decoding.decode(
       model.config, params["layers"], x_NTM, state, cache,
       slots(starts_N, tokens_NT.shape[1]), layers,
   )
@@ -79,7 +80,7 @@ def settle(model: decoder.Decoder, params, cache, pending, taken_N):
   Returns:
     The cache, for the next call of `run`.
   """
-  return segment.settle(
+  return decoding.settle(
       model.config, params["layers"], cache, pending, taken_N
   )
 

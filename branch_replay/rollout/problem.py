@@ -38,7 +38,7 @@ class RolloutInputs(NamedTuple):
     key: PRNG key of the noise.
     stop_ids: i32[any], ids that end a row.
     limit: i32[], the most tokens of a row.
-    layers: layers of `params` one by one, as `segment.decode` takes them, or
+    layers: layers of `params` one by one, as `decoding.decode` takes them, or
       None.
   """
 

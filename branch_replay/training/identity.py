@@ -23,6 +23,7 @@ import warnings
 
 import numpy as np
 
+from branch_replay.mixers import mixer
 from branch_replay.tasks import files
 from branch_replay.tasks import task as task_lib
 from branch_replay.tasks import text as text_lib
@@ -129,6 +130,17 @@ def _kind(kind: type) -> str:
   return next(ours, kind).__qualname__
 
 
+def _class_name(kind: type) -> str:
+  """Name of a class; with its module for a kind of layer of the caller's own.
+
+  Two modules may each have a mixer of the same name.
+  """
+  own = issubclass(kind, mixer.Mixer) and not kind.__module__.startswith(
+      "branch_replay."
+  )
+  return f"{kind.__module__}.{kind.__qualname__}" if own else kind.__qualname__
+
+
 def describe(
     value: Any, *, fluid: bool = True, _inside: tuple[int, ...] = ()
 ) -> Any:
@@ -155,7 +167,7 @@ def describe(
       describe, fluid=fluid, _inside=(*_inside, id(value))
   )
   if isinstance(value, type):
-    return value.__qualname__
+    return _class_name(value)
   if not fluid and isinstance(value, (list, dict, set)):
     return type(value).__qualname__
   if isinstance(value, task_lib.Task):

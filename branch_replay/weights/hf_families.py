@@ -46,6 +46,21 @@ def _pattern(mapping, interval: int, other: str) -> tuple[str, ...]:
   return tuple(kinds[:period])
 
 
+def _layer_types(config: config_lib.ModelConfig) -> list[str]:
+  """The inverse of `_pattern`: a name for each layer.
+
+  Raises:
+    ValueError: a kind of layer that has no name.
+  """
+  unnamed = [kind for kind in config.layer_pattern if kind not in _NAMES]
+  if unnamed:
+    raise ValueError(
+        f"layer_pattern has {', '.join(map(repr, unnamed))}, which no Hugging "
+        f"Face model_type has here: only {', '.join(_NAMES)} can be saved."
+    )
+  return [_NAMES[kind] for kind in pattern.layers(config)]
+
+
 def _heads(mapping) -> dict[str, int]:
   """Attention heads, for which these families have no usable defaults."""
   return {
@@ -123,7 +138,7 @@ def _gemma3_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       "architectures": ["Gemma3ForCausalLM"],
       "model_type": "gemma3_text",
       "hidden_activation": "gelu_pytorch_tanh",
-      "layer_types": [_NAMES[kind] for kind in pattern.layers(config)],
+      "layer_types": _layer_types(config),
       "sliding_window": config.window or 4096,
       "rope_local_base_freq": local,
       "query_pre_attn_scalar": config.score_divisor or config.head_dim,
@@ -187,7 +202,7 @@ def _hybrid_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       "architectures": ["Qwen3_5ForCausalLM"],
       "model_type": "qwen3_5_text",
       "hidden_act": "silu",
-      "layer_types": [_NAMES[kind] for kind in pattern.layers(config)],
+      "layer_types": _layer_types(config),
       "partial_rotary_factor": rotated / config.head_dim,
       "linear_num_key_heads": delta.key_heads,
       "linear_num_value_heads": delta.value_heads,

@@ -132,7 +132,8 @@ def _draw_memory(axis, results, published):
   drawn = set()
   for one in results["plans"]:
     mode, flags = one["mode"], one["flags"]
-    if (one["trainable"], one["branches"]) != ("all", 8):
+    case = one["model"], one["trainable"], one["branches"]
+    if case != ("qwen3-8b", "all", 8):
       continue
     if flags["accumulator_dtype"] != "bfloat16":
       continue

@@ -107,7 +107,7 @@ def of_tree(tree) -> Rows:
   found, taken = [], set()
   for leaf in tree.leaves:
     end = int(tree.positions[leaf] + tree.lengths[leaf])
-    path = tree.places(leaf, 0, end)
+    path = tree.indices(leaf, 0, end)
     places = [
         int(n) if tree.trained[n] and n not in taken else -1 for n in path[1:]
     ]
@@ -142,7 +142,7 @@ def of_stopped_tree(tree, devices: int) -> Rows:
     if tree.children[segment]:
       stop[segment] -= stop[segment] % devices
       stop[segment] = max(stop[segment], first[segment])
-    path = tree.places(segment, 0, int(stop[segment]) + 1)
+    path = tree.indices(segment, 0, int(stop[segment]) + 1)
     places = [
         int(n) if at >= first[segment] and tree.trained[n] and n not in taken
         else -1 for at, n in enumerate(path[1:])

@@ -15,6 +15,8 @@
 `kernels` chooses between them, by `Schedule.attention`.
 """
 
+from branch_replay.ops.attention.op import PrefixLayer
+from branch_replay.ops.attention.op import QueryRows
 from branch_replay.ops.attention.op import Stripe
 from branch_replay.ops.attention.op import Window
 from branch_replay.ops.attention.op import backward
@@ -26,6 +28,8 @@ from branch_replay.ops.attention.op import replay_attention
 from branch_replay.ops.attention.op import row_delta
 
 __all__ = [
+    "PrefixLayer",
+    "QueryRows",
     "Stripe",
     "Window",
     "backward",

@@ -9,8 +9,8 @@ in cache. The two outputs are merged in float32 by their log-sum-exps, and the
 backward pass recomputes probabilities tile by tile from the merged log-sum-exp.
 
 `forward` and `backward` read one layer of a whole [L, K, P, D] prefix state in
-place. `replay_attention` is the same pair as a differentiable function of one
-layer.
+place (`PrefixLayer`). `replay_attention` is the same pair as a differentiable
+function of one layer.
 
 Source of the tiling: Dao 2023, https://arxiv.org/abs/2307.08691.
 """
@@ -27,18 +27,47 @@ from branch_replay.ops.attention import kernels
 from branch_replay.ops.attention import loops
 from branch_replay.ops.attention import stretches
 from branch_replay.ops.attention import tiling
+from branch_replay.ops.attention.loops import QueryRows
 from branch_replay.ops.attention.loops import merge
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(
-    window, kernel, block, q, k, v, prefix_k_LKPD, prefix_v_LKPD, prefix_length,
-    lengths_G,
-):
+class PrefixLayer(NamedTuple):
+  """One layer of a prefix state, which is read in place.
+
+  Attributes:
+    state: pair (k_LKPD, v_LKPD) of all layers.
+    layer: i32 scalar, which of the L layers.
+    length: i32 scalar, number of real positions; it is dynamic, so another one
+      does not compile again.
+  """
+
+  state: tuple[jax.Array, jax.Array]
+  layer: jax.Array | int
+  length: jax.Array | int
+
+
+class _Options(NamedTuple):
+  """Static arguments of `replay_attention`."""
+
+  window: int | None
+  kernel: kernels.Kernel | None
+  block: int | None
+
+  def of(self, q_KGRTD, prefix_length, lengths_G) -> dict:
+    """The keyword arguments of `forward` and `backward`."""
+    return dict(
+        window=_window(self.window, q_KGRTD, prefix_length),
+        kernel=self.kernel, blocks=_blocks(self.block, q_KGRTD, lengths_G),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: _Options, q, k, v, prefix, lengths):
+  """`prefix` is (k_LKPD, v_LKPD), `lengths` (prefix_length, lengths_G)."""
+  prefix_length, lengths_G = lengths
   out, lse = forward(
-      q, k, v, (prefix_k_LKPD, prefix_v_LKPD), 0, prefix_length, lengths_G,
-      window=_window(window, q, prefix_length), kernel=kernel,
-      blocks=_blocks(block, q, lengths_G),
+      q, k, v, PrefixLayer(prefix, 0, prefix_length), lengths_G,
+      **options.of(q, *lengths),
   )
   return out.astype(q.dtype), lse
 
@@ -60,28 +89,27 @@ def _window(size, q_KGRTD, prefix_length):
   return Window(size, jnp.maximum(query_T - size + 1, 0))
 
 
-def _attend_forward(
-    window, kernel, block, q, k, v, pk, pv, prefix_length, lengths_G
-):
-  arguments = q, k, v, pk, pv, prefix_length, lengths_G
-  out, lse = _attend(window, kernel, block, *arguments)
+def _attend_forward(options, q, k, v, prefix, lengths):
+  arguments = q, k, v, prefix, lengths
+  out, lse = _attend(options, *arguments)
   # The prefix is saved by reference and never copied.
   return (out, lse), (*arguments, out, lse)
 
 
-def _attend_backward(window, kernel, block, residuals, cotangents):
-  q, k, v, pk, pv, prefix_length, lengths_G, out, lse = residuals
+def _attend_backward(options, residuals, cotangents):
+  q, k, v, prefix, lengths, out, lse = residuals
   d_out, d_lse = cotangents
   wide = config_lib.at_least_float32(q.dtype)
-  zeros = (jnp.zeros(pk.shape, wide), jnp.zeros(pv.shape, wide))
-  dq, dk, dv, (dpk, dpv) = backward(
-      d_out, q, k, v, out, lse, (pk, pv), 0, prefix_length,
-      accumulator=zeros, d_lse=d_lse, window=_window(window, q, prefix_length),
-      kernel=kernel, blocks=_blocks(block, q, lengths_G),
+  dq, dk, dv, d_prefix = backward(
+      q, k, v, PrefixLayer(prefix, 0, lengths[0]), out=out, lse=lse,
+      d_out=d_out, d_lse=d_lse,
+      accumulator=tuple(jnp.zeros(x.shape, wide) for x in prefix),
+      **options.of(q, *lengths),
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
-      dpk.astype(pk.dtype), dpv.astype(pv.dtype), None, None,
+      tuple(d.astype(x.dtype) for d, x in zip(d_prefix, prefix, strict=True)),
+      None,
   )
 
 
@@ -140,8 +168,8 @@ def replay_attention(
       implementation, kernels.platform(), q_KGRTD.dtype, head_dim
   )
   return _attend(
-      window, kernel, block, q_KGRTD, k_KGTD, v_KGTD, prefix_k_KPD[None],
-      prefix_v_KPD[None], prefix_length, lengths_G,
+      _Options(window, kernel, block), q_KGRTD, k_KGTD, v_KGTD,
+      (prefix_k_KPD[None], prefix_v_KPD[None]), (prefix_length, lengths_G),
   )
 
 
@@ -179,8 +207,8 @@ def _reach(window, q_KGRTD):
 
 
 def forward(
-    q_KGRTD, k_KGSD, v_KGSD, prefix, layer, prefix_length, lengths_G=None,
-    *, stripe=Stripe(), window=None, kernel=None, blocks=None,
+    q_KGRTD, k_KGSD, v_KGSD, prefix: PrefixLayer, lengths_G=None, *,
+    stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
   """Output and log-sum-exp of one layer; see `replay_attention`.
 
@@ -188,9 +216,7 @@ def forward(
     q_KGRTD: queries.
     k_KGSD: keys of the segment on this device; all T on one device.
     v_KGSD: their values.
-    prefix: pair (k_LKPD, v_LKPD), read in place.
-    layer: i32 scalar, layer of the prefix.
-    prefix_length: i32 scalar, number of real positions of the prefix.
+    prefix: the prefix.
     lengths_G: i32, real tokens of each branch; None for all.
     stripe: which keys of the segment are on this device.
     window: `Window`; None to see all earlier keys.
@@ -213,16 +239,12 @@ def forward(
     out, lse = stretches.segment_forward(
         kernel, q_KGRTD, k_KGSD, v_KGSD, stripe
     )
-  if prefix[0].shape[2]:
+  if prefix.state[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     if by_loops:
-      out_p, lse_p = loops.prefix_forward(
-          rows, prefix, layer, prefix_length, lowest_N
-      )
+      out_p, lse_p = loops.prefix_forward(rows, *prefix, lowest_N)
     else:
-      out_p, lse_p = stretches.prefix_forward(
-          kernel, rows, prefix, layer, prefix_length
-      )
+      out_p, lse_p = stretches.prefix_forward(kernel, rows, *prefix)
     out, lse = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
@@ -235,8 +257,8 @@ def forward(
 
 
 def decode(
-    q_KGRTD, cache, cache_layer, slots_GT, prefix, layer, prefix_length, *,
-    window=None, lowest_GT=None,
+    q_KGRTD, cache, cache_layer, slots_GT, prefix: PrefixLayer, *, window=None,
+    lowest_GT=None,
 ):
   """Attention of T new tokens of each branch to the prefix and to a cache.
 
@@ -248,9 +270,7 @@ def decode(
     cache: pair (k_LKGSD, v_LKGSD), the branches' own keys and values.
     cache_layer: i32 scalar, layer of the cache.
     slots_GT: i32, the last slot of the cache each new token sees; −1 for none.
-    prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar, layer of the prefix.
-    prefix_length: i32 scalar, number of real positions of the prefix.
+    prefix: the prefix.
     window: number of slots a new token sees, its own included; None for all.
     lowest_GT: i32, the first position of the prefix each new token sees; None
       for all.
@@ -261,15 +281,13 @@ def decode(
   out, lse = loops.cache_forward(
       q_KGRTD, cache, cache_layer, slots_GT, window
   )
-  if prefix[0].shape[2]:
+  if prefix.state[0].shape[2]:
     rows = q_KGRTD.reshape(q_KGRTD.shape[0], -1, q_KGRTD.shape[-1])
     lowest_N = None
     if lowest_GT is not None:
       shape = q_KGRTD.shape[1:4]
       lowest_N = jnp.broadcast_to(lowest_GT[:, None], shape).reshape(-1)
-    out_p, lse_p = loops.prefix_forward(
-        rows, prefix, layer, prefix_length, lowest_N
-    )
+    out_p, lse_p = loops.prefix_forward(rows, *prefix, lowest_N)
     out, _ = merge(
         out_p.reshape(out.shape), lse_p.reshape(lse.shape), out, lse
     )
@@ -277,25 +295,23 @@ def decode(
 
 
 def backward(
-    d_out, q_KGRTD, k_KGSD, v_KGSD, out, lse, prefix, layer, prefix_length,
-    *, accumulator=None, d_lse=None, window=None, kernel=None, blocks=None,
+    q_KGRTD, k_KGSD, v_KGSD, prefix: PrefixLayer, *, out, lse, d_out,
+    d_lse=None, accumulator=None, window=None, kernel=None, blocks=None,
 ):
   """Cotangents of one layer, from the merged output and log-sum-exp.
 
   Args:
-    d_out: cotangent of the output, like q_KGRTD.
     q_KGRTD: queries.
     k_KGSD: keys of the segment.
     v_KGSD: values of the segment.
+    prefix: the prefix.
     out: output of `forward`.
     lse: log-sum-exp of `forward`.
-    prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar, layer of the prefix.
-    prefix_length: i32 scalar, number of real positions of the prefix.
-    accumulator: pair like `prefix`, at least float32, to which the cotangents
-      of the prefix's keys and values are added at `layer`, in place; None if
-      they are not needed, and then they are not computed.
+    d_out: cotangent of the output, like q_KGRTD.
     d_lse: cotangent of the log-sum-exp; None for zero.
+    accumulator: pair like `prefix.state`, at least float32, to which the
+      cotangents of the prefix's keys and values are added at its layer, in
+      place; None if they are not needed, and then they are not computed.
     window: as in `forward`.
     kernel: as in `forward`.
     blocks: as in `forward`.
@@ -304,9 +320,9 @@ def backward(
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
     float32, and the updated accumulator.
   """
+  rows = QueryRows(d_out, q_KGRTD, lse, row_delta(d_out, out, d_lse))
   dq, dk, dv, accumulator = backward_rows(
-      d_out, q_KGRTD, k_KGSD, v_KGSD, lse, row_delta(d_out, out, d_lse),
-      prefix, layer, prefix_length, accumulator=accumulator, window=window,
+      rows, k_KGSD, v_KGSD, prefix, accumulator=accumulator, window=window,
       kernel=kernel, blocks=blocks,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
@@ -320,21 +336,17 @@ def row_delta(d_out, out, d_lse=None):
 
 
 def backward_rows(
-    d_out, q_KGRTD, k_KGSD, v_KGSD, lse, delta, prefix, layer, prefix_length,
-    *, accumulator=None, stripe=Stripe(), window=None, kernel=None, blocks=None,
+    rows: QueryRows, k_KGSD, v_KGSD, prefix: PrefixLayer, *, accumulator=None,
+    stripe=Stripe(), window=None, kernel=None, blocks=None,
 ):
   """`backward` from δ instead of the output, for queries of all devices.
 
   Args:
-    d_out: cotangent of the merged output.
-    q_KGRTD: queries.
+    rows: the queries [K, G, R, T] of all devices; the log-sum-exp of one that
+      saw no key may also be −∞.
     k_KGSD: keys of the segment on this device.
     v_KGSD: their values.
-    lse: merged log-sum-exp of every query.
-    delta: `row_delta` of every query.
-    prefix: pair (k_LKPD, v_LKPD).
-    layer: i32 scalar, layer of the prefix.
-    prefix_length: i32 scalar, number of real positions of the prefix.
+    prefix: the prefix on this device.
     accumulator: as in `backward`.
     stripe: which keys of the segment are on this device.
     window: as in `forward`.
@@ -346,24 +358,23 @@ def backward_rows(
     on this device contribute.
   """
   # exp(score − ∞) = 0: a query that saw no key has no gradient.
-  lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-  size, lowest_N = _reach(window, q_KGRTD)
+  rows = rows._replace(lse=jnp.where(rows.lse == -jnp.inf, jnp.inf, rows.lse))
+  size, lowest_N = _reach(window, rows.q)
   by_loops = kernel is None or window is not None or blocks is not None
-  rows = loops.QueryRows(d_out, q_KGRTD, lse, delta)
   segment = rows, k_KGSD, v_KGSD, stripe
   if by_loops:
     dq, dk, dv = loops.segment_backward(*segment, size, blocks)
   else:
     dq, dk, dv = stretches.segment_backward(kernel, *segment)
-  if prefix[0].shape[2]:
-    heads, head_dim = q_KGRTD.shape[0], q_KGRTD.shape[-1]
-    rows = loops.QueryRows(
-        d_out.reshape(heads, -1, head_dim),
-        q_KGRTD.reshape(heads, -1, head_dim),
-        lse.reshape(heads, -1),
-        delta.reshape(heads, -1),
+  if prefix.state[0].shape[2]:
+    heads, head_dim = rows.q.shape[0], rows.q.shape[-1]
+    flat = QueryRows(
+        rows.d_out.reshape(heads, -1, head_dim),
+        rows.q.reshape(heads, -1, head_dim),
+        rows.lse.reshape(heads, -1),
+        rows.delta.reshape(heads, -1),
     )
-    arguments = rows, prefix, layer, prefix_length, accumulator
+    arguments = flat, *prefix, accumulator
     if by_loops:
       dq_rows, accumulator = loops.prefix_backward(*arguments, lowest_N)
     else:

@@ -185,7 +185,8 @@ class Learned:
     def attend(q, k, v):
       new = places.write_cache(cache, 0, slots_NT, (k, v))
       out = attention.decode(
-          q, new, 0, slots_NT, state.mixer, last, state.length
+          q, new, 0, slots_NT,
+          attention.PrefixLayer(state.mixer, last, state.length),
       )
       return out, new
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two drivers give the same gradient; the host's stops cleanly."""
 
+import dataclasses
 import types
 
 import chex
@@ -13,7 +14,7 @@ import pytest
 import branch_replay as br
 from branch_replay.devices import host_memory
 from branch_replay.devices import sharding
-from branch_replay.engine import hosted
+from branch_replay.engine import hosted_steps
 from tests import tiny
 
 
@@ -25,7 +26,9 @@ from tests import tiny
         ("stop", "recompute", 1), ("exact", "keep", 8), ("stop", "keep", 8),
     ],
 )
-def test_host_loop_equals_the_scan(x64, mode, activations, devices):
+def test_the_hosted_driver_equals_the_compiled_one(
+    x64, mode, activations, devices
+):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group(tails=(5, 1, 3))
   weights = tiny.weights(group)
@@ -65,8 +68,8 @@ def test_an_interrupt_between_chunks_changes_nothing(monkeypatch):
       raise KeyboardInterrupt
     return push(*args)
 
-  push = hosted._push
-  monkeypatch.setattr(hosted, "_push", interrupted)
+  push = hosted_steps.push
+  monkeypatch.setattr(hosted_steps, "push", interrupted)
   function = br.value_and_grad(
       decoder, tiny.loss, schedule=br.Schedule(chunk_size=5),
       hosted=br.Hosted(progress=True),
@@ -77,12 +80,12 @@ def test_an_interrupt_between_chunks_changes_nothing(monkeypatch):
   chex.assert_trees_all_equal(before, (params, group))
 
 
-STATIC = {"_push": (0, 1, 2), "_visit": (0, 1), "_pop": (0, 1)}
+STATIC = {"push": (0, 1, 2), "visit": (0, 1), "pop": (0, 1)}
 
 
 def recorded(monkeypatch, name, calls):
   """Records a step's arguments and results."""
-  step, static = getattr(hosted, name), STATIC[name]
+  step, static = getattr(hosted_steps, name), STATIC[name]
 
   def run(*args):
     described = [
@@ -93,7 +96,7 @@ def recorded(monkeypatch, name, calls):
     calls[name] = step, described, result
     return result
 
-  monkeypatch.setattr(hosted, name, run)
+  monkeypatch.setattr(hosted_steps, name, run)
 
 
 def kinds(tree):
@@ -101,8 +104,7 @@ def kinds(tree):
 
 
 @pytest.mark.parametrize("name,mode,activations", [
-    ("one layer", "exact", "recompute"),
-    ("latent", "stop", "recompute_layers"),
+    ("llama", "exact", "recompute"), ("latent", "stop", "recompute_layers"),
 ])
 def test_a_state_in_host_memory_gives_the_same_gradient(
     x64, monkeypatch, name, mode, activations
@@ -124,15 +126,15 @@ def test_a_state_in_host_memory_gives_the_same_gradient(
 
   wanted = run()
   calls = {}
-  for step in ("_push", "_visit") + (("_pop",) if mode == "exact" else ()):
+  for step in ("push", "visit") + (("pop",) if mode == "exact" else ()):
     recorded(monkeypatch, step, calls)
   (value, outputs, _), grads = run(offload=True)
   assert tiny.worst(grads, wanted[1]) <= 1e-12
   np.testing.assert_allclose(value, wanted[0].loss, rtol=1e-13)
   np.testing.assert_allclose(outputs, wanted[0].outputs, atol=1e-13)
-  assert kinds(calls["_push"][2][0].mixer) == {"pinned_host"}
+  assert kinds(calls["push"][2][0].mixer) == {"pinned_host"}
   if mode == "exact":
-    grads, cotangent, *_ = calls["_pop"][2]
+    grads, cotangent, *_ = calls["pop"][2]
     assert kinds(grads) == {"device"}
     assert kinds(cotangent) == {"pinned_host"}
 
@@ -141,13 +143,13 @@ def test_no_step_has_the_whole_state_on_the_device(monkeypatch):
   """Arrays of its shape are marked as in host memory, all of them."""
   decoder, params = tiny.model(tiny.BASE)
   group, calls = tiny.group(prompt=22), {}
-  for name in ("_push", "_visit", "_pop"):
+  for name in ("push", "visit", "pop"):
     recorded(monkeypatch, name, calls)
   br.value_and_grad(
       decoder, tiny.loss, hosted=br.Hosted(offload=True),
       schedule=br.Schedule(chunk_size=7, activations="recompute"),
   )(params, group, tiny.weights(group))
-  shape = calls["_push"][2][0].mixer[0].shape
+  shape = calls["push"][2][0].mixer[0].shape
   assert shape[:2] == (2, 2) and shape[3] == 16
   whole = "[" + ",".join(map(str, shape)) + "]"
   for name, (step, args, _) in calls.items():
@@ -193,6 +195,31 @@ def test_other_modes_equal_the_compiled_loops(x64, mode):
     chex.assert_trees_all_close(
         found[0].prefix_pass, wanted_pass, rtol=1e-12
     )
+
+
+@pytest.mark.parametrize("mode,offload", [("exact", True), ("stop", False)])
+def test_a_load_balance_term_captures_the_prefix_once(
+    x64, monkeypatch, mode, offload
+):
+  """Experts are counted on the state that is then used."""
+  config = dataclasses.replace(tiny.ARCHITECTURES["experts"], num_layers=1)
+  decoder, params = tiny.model(tiny.in_float64(config))
+  group, calls = tiny.group(tails=(5, 1, 3)), []
+  push = hosted_steps.push
+  monkeypatch.setattr(
+      hosted_steps, "push", lambda *args: calls.append(args) or push(*args)
+  )
+  options = dict(
+      prefix_gradient=mode, balance=0.3, schedule=br.Schedule(chunk_size=5),
+  )
+  (wanted, reference), (found, grads) = (
+      br.value_and_grad(decoder, tiny.loss, hosted=how, **options)(
+          params, group, tiny.weights(group)
+      ) for how in (None, br.Hosted(offload=offload))
+  )
+  assert len(calls) == 3  # chunks of 4 of a prefix of 11, in a bucket of 16
+  assert tiny.worst(grads, reference) <= 1e-12
+  np.testing.assert_allclose(found.load, wanted.load, rtol=1e-12)
 
 
 @pytest.mark.exhaustive
