@@ -74,6 +74,7 @@ def test_a_policy_far_from_its_reference_is_warned_of():
   assert steps_of([{"kl_reference": 0.4}] * 5) == ([], [])
 
 
+@pytest.mark.exhaustive
 def test_a_run_warns_of_what_it_meets(tmp_path, monkeypatch):
   """Log-probs of the sampler that are not the trainer's, and a bad update."""
   monkeypatch.setattr(loop, "_evaluate", lambda *_: 0.0)

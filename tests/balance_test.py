@@ -138,6 +138,7 @@ def test_seeds_and_load_by_hand(x64):
   assert not balance.add(balance.zeros(CONFIG), *nothing).any()
 
 
+@pytest.mark.exhaustive
 def test_exact_and_full_have_the_gradient_of_the_dense_term(x64):
   decoder, params, group, weights = problem()
   plain, wanted, load = dense()

@@ -11,6 +11,9 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.exhaustive(
+    but=("--help", "prefi 3", "configs/train.py", "workdir=setup")
+)
 @pytest.mark.parametrize("argument, said", (
     ("--help", ("One gradient over a very long prefix", "--workdir:",
                 "--devices:", "--config:", "--config.<field>=<value>",

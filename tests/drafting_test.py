@@ -310,6 +310,7 @@ def test_a_saved_drafter_that_cannot_be_read_is_moved_aside(tmp_path):
   assert text == '{"draft_length": 2}\n'
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_drafter_stays_as_it_is(tmp_path):
   model, params = small()
   run = run_of(model, "learned", steps=3, studies={"until": 1})
@@ -318,6 +319,7 @@ def test_a_frozen_drafter_stays_as_it_is(tmp_path):
   assert [row["draft/version"] for row in rows] == [2, 2, 2]
 
 
+@pytest.mark.exhaustive
 def test_after_an_alarm_nothing_is_drafted(tmp_path):
   """An impossible threshold: every step is bad."""
   model, params = small()

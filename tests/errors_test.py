@@ -94,6 +94,7 @@ def updated(params):
   return jax.tree.map(lambda x: x + 1e-3, params)
 
 
+@pytest.mark.exhaustive
 def test_a_captured_state_gives_the_same_result():
   decoder, params = tiny.model(tiny.BASE)
   group = tiny.group()

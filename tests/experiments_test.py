@@ -64,6 +64,7 @@ def test_a_comparison_writes_what_it_promises(tmp_path):
   assert exact["loss"] == pytest.approx(full["loss"], abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_leaves_the_finished_measurements(tmp_path, monkeypatch):
   compiled = compare_backward.compiled
 

@@ -150,7 +150,7 @@ def test_a_token_chooses_within_the_best_groups(x64):
   np.testing.assert_array_equal(ops.choose(by_best, logits, low), [[4, 5]])
 
 
-@pytest.mark.exhaustive(but="expert groups")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, activations, chunk_size", (
     ("expert groups", "keep", 4), ("windows", "recompute", 5),
     ("qwen3 next", "recompute_layers", 3),

@@ -50,6 +50,7 @@ def _config(scope, kind, **fields):
   return dataclasses.replace(scope["config"], layer_pattern=(kind,), **fields)
 
 
+@pytest.mark.exhaustive
 def test_a_mixer_that_lacks_the_way_back_fails_the_suite(scope):
   class Broken(scope["Unrotated"]):
     def backward(self, *arguments):

@@ -21,7 +21,7 @@ SEEDS = {
 }
 
 
-@pytest.mark.exhaustive(but=("recurrence", "adapters"))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SEEDS)
 def test_a_random_problem_has_the_gradient_of_the_dense_reference(name):
   seed, index = SEEDS[name]

@@ -164,6 +164,7 @@ def test_the_norm_of_nothing_has_a_finite_gradient(x64):
   np.testing.assert_allclose(gradient, 1e3 * np.eye(3), rtol=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_strong_decay_neither_overflows_nor_turns_gradients_into_nan():
   params, channels, rates, matrix, last = jax.tree.map(
       lambda x: x.astype(jnp.float32), case(40)

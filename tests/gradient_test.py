@@ -50,7 +50,7 @@ def by_autodiff(decoder, params, group, weights, **options):
   )(params)
 
 
-@pytest.mark.exhaustive(but=("gemma3", "qwen3.5", "deepseek"))
+@pytest.mark.exhaustive(but=("qwen3.5", "deepseek"))
 # Two that differ from "yarn" in the constants of RoPE alone.
 @pytest.mark.parametrize(
     "name", sorted(tiny.ARCHITECTURES.keys() - {"linear", "llama3"})
@@ -72,11 +72,7 @@ def test_exact_and_full_equal_dense_for_every_architecture(x64, name):
     )
 
 
-@pytest.mark.exhaustive(
-    but=("recompute, chunks of 4",
-         "keep, chunks of 5",
-         "recompute layers, chunks of 7")
-)
+@pytest.mark.exhaustive(but=("recompute, chunks of 4", "keep, chunks of 5"))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_exact_equals_dense_for_every_schedule(x64, name):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))

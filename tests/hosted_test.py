@@ -103,6 +103,7 @@ def kinds(tree):
   return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
+@pytest.mark.exhaustive(but=("layers-exact", "exact"))
 @pytest.mark.parametrize("name,mode,activations", [
     ("llama", "exact", "recompute"), ("latent", "stop", "recompute_layers"),
 ])
@@ -197,6 +198,7 @@ def test_other_modes_equal_the_compiled_loops(x64, mode):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode,offload", [("exact", True), ("stop", False)])
 def test_a_load_balance_term_captures_the_prefix_once(
     x64, monkeypatch, mode, offload

@@ -73,6 +73,7 @@ def test_a_config_says_what_it_costs_and_names_its_variants(file):
       module.get_config("odd")
 
 
+@pytest.mark.exhaustive
 def test_models_by_name():
   tiny, same = load.load("tiny", seed=1), load.load("tiny", seed=1)
   assert tiny.tokenizer is None and tiny.config == load.TINY

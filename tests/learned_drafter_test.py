@@ -160,6 +160,7 @@ class Told:
     return self.learned.observe(*args)
 
 
+@pytest.mark.exhaustive
 def test_what_it_remembers_and_drafts_is_what_it_is_trained_to_predict(x64):
   """Rounds that accept some drafts, against one packed pass over the rows."""
   decoder, params = tiny.model(CONFIG)
@@ -343,6 +344,7 @@ def test_the_loss_is_a_divergence_of_laws_and_a_regression(x64):
   np.testing.assert_allclose(losses[0], [wanted, 0], rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_that_is_always_right_has_nothing_to_learn(x64):
   """As above: in a model of no layers it passes the embedding on."""
   decoder, params = sample_test.rigged()
@@ -425,6 +427,7 @@ def test_sizes_and_ids_that_do_not_fit_are_refused():
     vocabulary.most_frequent([1, 64], 3, 64)
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_of_another_width_is_refused():
   config = br.ModelConfig(64, 16, 1, 1, 1, 8, 8, 64)
   with pytest.raises(ValueError, match="width 16, this one has 32"):

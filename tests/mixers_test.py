@@ -52,7 +52,7 @@ def shapes_of(config):
   )["params"]
 
 
-@pytest.mark.exhaustive(but="hybrid-keep")
+@pytest.mark.exhaustive(but="mistral")
 @pytest.mark.parametrize("name, activations, chunk_size", (
     ("hybrid", "keep", 4), ("hybrid", "recompute_layers", 7),
     ("mistral", "recompute", 2),
@@ -173,6 +173,7 @@ def test_bfloat16_fits_together_and_gives_float32_gradients(name):
     ) == (caches, caches)
 
 
+@pytest.mark.exhaustive
 def test_adapters_may_be_in_layers_of_one_kind_alone(x64):
   decoder, params, group, weights = problem("hybrid")
   adapter = config_lib.Adapter(2, 4.0, ("query",))

@@ -300,6 +300,7 @@ def test_rope_frequencies_agree_with_transformers(name):
   np.testing.assert_allclose(factor, expected[f"{name}/factor"], rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_smollm2_agrees_with_transformers():
   expected = golden("smollm2.npz")
   logits_TV, gradients = logits_and_gradients(smollm2(), expected["tokens"])

@@ -222,6 +222,7 @@ def test_two_steps_of_reinforcement_are_those_replayed_by_hand(
   assert position > 4, "a dead group was drawn again"
 
 
+@pytest.mark.exhaustive
 def test_two_supervised_steps_are_those_replayed_by_hand(x64):
   model, params, _ = by_hand.model_in_float64()
   phase = phases.Supervised(

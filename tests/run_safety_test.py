@@ -228,6 +228,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.exhaustive(but=("commit_success", "is empty"))
 @pytest.mark.parametrize("said", DAMAGES)
 def test_a_run_goes_on_from_the_newest_step_that_is_complete(
     tmp_path, small, run, straight, said
@@ -389,6 +390,7 @@ def test_a_rate_that_falls_until_the_end_is_not_extended(tmp_path, small, run):
     loop.train(falling(3), small[1], tmp_path)
 
 
+@pytest.mark.exhaustive(but="float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_is_terminated_ends_as_one_that_is_not(
     tmp_path, small, run, dtype

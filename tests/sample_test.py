@@ -224,7 +224,7 @@ def rigged():
   )
 
 
-@pytest.mark.exhaustive(but=("llama", "latent"))
+@pytest.mark.exhaustive(but="llama")
 @pytest.mark.parametrize(
     "name", ("llama", "hybrid", "window and full", "latent", "expert groups")
 )

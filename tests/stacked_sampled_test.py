@@ -127,6 +127,7 @@ def groups_of(config):
   ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_stacked_groups_pull_back_the_chunks_that_their_own_keys_draw(
     x64, evenly, seed

@@ -35,6 +35,7 @@ def config(tasks):
   return config
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_logged_saved_and_exported(tmp_path, config):
   rows = train.run(config, tmp_path / "run")
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -57,6 +58,7 @@ def test_a_run_is_logged_saved_and_exported(tmp_path, config):
   )
 
 
+@pytest.mark.exhaustive(but="Did you mean")
 @pytest.mark.parametrize("change, message", [
     ({"phases": ()}, "phases"),
     ({"phases": ("shrot",)}, "Did you mean 'short'"),

@@ -121,6 +121,7 @@ def small():
   return tiny.model(tiny.BASE)
 
 
+@pytest.mark.exhaustive
 def test_exact_and_full_are_one_after_twenty_updates(x64):
   model, params = tiny.model(tiny.in_float64(tiny.BASE))
   batches = recorded(model, params, 20)
@@ -417,6 +418,7 @@ def test_a_value_head_is_not_trained_with_adapters(small):
     )
 
 
+@pytest.mark.exhaustive(but="grpo")
 @pytest.mark.parametrize("algorithm", [
     GRPO, algorithms.ProximalPolicy(objectives.ppo()),
 ], ids=["grpo", "ppo"])

@@ -182,6 +182,7 @@ def moved(tmp_path, param_dtype):
   return sum(map(int, jax.tree.leaves(changed))) / total, report
 
 
+@pytest.mark.exhaustive
 def test_a_small_learning_rate_moves_the_parameters_of_a_bfloat16_file(
     tmp_path,
 ):
