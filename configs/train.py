@@ -4,8 +4,7 @@
 
 SmolLM2-135M-Instruct, prompts of 256 tokens of real text with a fact and a
 question about it; the reward is 1 if the answer holds the code asked for and no
-other, else 0. About 35 minutes on two cores. The results are train_smollm2.json
-and train_smollm2_stop.json:
+other, else 0. The results are train_smollm2.json and train_smollm2_stop.json:
 
   python -m experiments.train --config=configs/train.py
   python -m experiments.train --config=configs/train.py \
@@ -16,13 +15,15 @@ One's own prompts and reward (docs/data.md):
   python -m experiments.train --config.task.name=file \
     --config.task.train=prompts.jsonl --config.task.reward=reward.py:score
 
+Cost: 35 minutes on two cores.
+
 `:supervised` and `:pairs`: learns the answers, or the preference pairs, of a
 file, --config.task.train=FILE, without sampling.
 
 `:small`: a small decoder that knows nothing is shown right answers on short
 documents, where that is cheap, until it finds some facts; on documents of 512
 characters it is then trained by GRPO, with the exact gradient of branch replay.
-About seven minutes on two cores. Expect a held-out reward of at most 0.4 after
+Cost: seven minutes on two cores. Expect a held-out reward of at most 0.4 after
 the supervised phases and of at least 0.9 at the end, with this seed: others
 leave the warm-up between 0.03 and 0.70. The result is train_tiny.json.
 

@@ -15,10 +15,10 @@ import pytest
 
 import branch_replay as br
 from branch_replay import tasks
+from branch_replay import training
 from branch_replay.rl import preference
 from branch_replay.training import algorithms
 from branch_replay.training import learner as learner_lib
-from branch_replay.training import loop
 from branch_replay.training import metrics
 from branch_replay.training import pairwise
 from branch_replay.training import step as step_lib
@@ -160,7 +160,8 @@ def test_the_examples_of_the_page_run_and_go_on(tmp_path, monkeypatch):
   params = pretrained.model.init(
       jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
   )["params"]
-  scope = {"pretrained": dataclasses.replace(pretrained, params=params)}
+  start = dataclasses.replace(pretrained, params=params)
+  scope = {"start": start}
   exec(score, scope)
   exec(make, scope)
   (row,) = scope["task"].split("train")
@@ -169,20 +170,17 @@ def test_the_examples_of_the_page_run_and_go_on(tmp_path, monkeypatch):
   assert scope["task"].reward(row, ids("About 25")) == 0
   assert "steps=500, prompts=16" in train
   exec(train.replace("steps=500, prompts=16", "steps=1, prompts=1"), scope)
-  moved = jax.tree.map(lambda x, y: np.ptp(x - y), scope["params"], params)
+  moved = jax.tree.map(
+      lambda x, y: np.ptp(x - y), scope["trained"].params, params
+  )
   assert max(jax.tree.leaves(moved)) > 0
 
-  longer = dataclasses.replace(
-      scope["run"], phases=(dataclasses.replace(scope["phase"], steps=2),)
-  )
-  loop.train(longer, params, "runs/pairs")
+  longer = training.PairwiseSettings(steps=2, prompts=1)
+  training.train(start, scope["task"], longer, "runs/pairs")
   logged = metrics.read(pathlib.Path("runs/pairs"))
   assert [row["step"] for row in logged] == [1, 2]
   assert "margin" in logged[1] and "eval/reward" not in logged[1]
   pathlib.Path("pairs.jsonl").write_text(rows[-1] + other.replace("}", " }"))
   task = tasks.from_files("pairs.jsonl", text=tiny_tasks.chat())
-  longer = dataclasses.replace(
-      longer, phases=(dataclasses.replace(longer.phases[0], task=task),)
-  )
   with pytest.raises(ValueError, match="task.rows.train: '1 rows .* there"):
-    loop.train(longer, params, "runs/pairs")
+    training.train(start, task, longer, "runs/pairs")
