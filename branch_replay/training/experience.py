@@ -79,7 +79,7 @@ class Experience:
     log_probs: f32[G, T], log-probs that the sampler recorded at its
       temperature.
     rewards: f32[G]; 0 for an answer that is left out.
-    finished: bool[G], whether a stop id ended the answer.
+    finished: bool[G], whether a stop id ended the answer; None for all.
     state: the captured state of the prompt, if it is held.
     counts: bool[G], whether the answer is learnt from; None for all.
     parts: f32[G] by name, numbers that the rewards were made of.
@@ -89,10 +89,14 @@ class Experience:
   group: group_lib.Group
   log_probs: np.ndarray
   rewards: np.ndarray
-  finished: np.ndarray
+  finished: np.ndarray | None = None
   state: state_lib.PrefixState | None = None
   counts: np.ndarray | None = None
   parts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.finished is None:
+      object.__setattr__(self, "finished", np.ones(self.rewards.shape, bool))
 
   @property
   def counted(self) -> np.ndarray:
