@@ -250,7 +250,7 @@ def small():
   return tiny.model(CONFIG)
 
 
-@pytest.mark.exhaustive(but="learned")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ("ngram", "learned"))
 def test_a_run_with_drafts_has_the_rewards_of_one_without(kind, tmp_path, x64):
   model, params = tiny.model(tiny.in_float64(CONFIG))

@@ -252,6 +252,7 @@ def test_ids_that_are_not_a_sequence_of_integers(prompt):
     br.Group.create(prompt, [[1]], config=tiny.BASE)
 
 
+@pytest.mark.exhaustive
 def test_room_to_spare_costs_nothing_and_changes_nothing(x64):
   decoder, params = tiny.model(tiny.in_float64(tiny.BASE))
   group = tiny.group()

@@ -22,6 +22,7 @@ from branch_replay.training import identity
 from tests import mixer_suite
 from tests import tiny
 
+pytestmark = pytest.mark.exhaustive
 _PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs/extending.md"
 
 
@@ -34,7 +35,6 @@ def scope():
   return names
 
 
-@pytest.mark.exhaustive
 def test_the_mixer_is_another_than_full_attention(scope):
   """What the suite compares it with is not the model it came from."""
   _, params, group, _ = mixer_suite.problem(scope["unrotated_config"])
@@ -50,7 +50,6 @@ def _config(scope, kind, **fields):
   return dataclasses.replace(scope["config"], layer_pattern=(kind,), **fields)
 
 
-@pytest.mark.exhaustive
 def test_a_mixer_that_lacks_the_way_back_fails_the_suite(scope):
   class Broken(scope["Unrotated"]):
     def backward(self, *arguments):
@@ -94,7 +93,6 @@ def test_a_mixer_with_costs_of_its_own_is_counted_with_them(scope):
   assert held[1] - held[0] == 2 * 5
 
 
-@pytest.mark.exhaustive
 def test_a_subclass_needs_the_geometry_of_its_base(scope):
   class Unturned(mixers.SlidingWindow):
     def rotate(self, module, mixed, positions_GT):
@@ -122,7 +120,6 @@ class _Join(nn.Module):
     return x_GTM + 3 * dense(flat_GTA)
 
 
-@pytest.mark.exhaustive
 def test_modules_of_its_own_may_have_any_kernels(scope):
   assert mixers.FullAttention.transposes and not _Tripled.transposes
   mixer_suite.check(_config(scope, _Tripled))

@@ -112,7 +112,7 @@ def test_steps_equal_the_recurrence(x64):
   close((jnp.concatenate(outputs, axis=1), left), (out, expected))
 
 
-@pytest.mark.exhaustive(but="2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("branches", (1, 2))
 def test_padding_leaves_no_trace(x64, branches):
   """Neither in outputs nor in what is left behind, nor in any gradient."""
@@ -177,6 +177,7 @@ def test_strong_decay_neither_overflows_nor_turns_gradients_into_nan():
     assert np.isfinite(x).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", (1, 5, 16, 33, 58, 64))
 def test_systems_are_inverted(x64, size):
   """Also where it is hardest: the same key, and nothing is forgotten."""

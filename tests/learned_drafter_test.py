@@ -63,6 +63,7 @@ def test_a_model_whose_layers_differ_has_none(name):
     drafter(config=tiny.ARCHITECTURES[name])
 
 
+@pytest.mark.exhaustive
 def test_no_temporary_of_a_round_grows_with_the_prompt():
   """The captured prefix is read in place, by the model and by the drafter."""
   decoder, params = tiny.model(tiny.BASE)
@@ -251,6 +252,7 @@ def score(made, hidden, tokens, segments, **options):
   )
 
 
+@pytest.mark.exhaustive
 def test_packed_answers_score_as_answers_alone(x64):
   decoder, params = tiny.model(CONFIG)
   state, made = br.capture(decoder, params, PROMPT), drafter()

@@ -68,6 +68,7 @@ def test_one_gradient_for_every_split(x64, objective, splits):
     assert tiny.worst(gradient, wanted) <= TOLERANCE, schedule
 
 
+@pytest.mark.exhaustive
 def test_a_fully_masked_group_moves_nothing(x64):
   """Beside a group that does, and under one mean over both."""
   decoder, params = tiny.model(CONFIG)

@@ -56,7 +56,7 @@ def test_eight_devices_equal_one(x64, mode):
     )
 
 
-@pytest.mark.exhaustive(but="recompute_layers-8")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("activations", ["keep", "recompute_layers"])
 def test_any_lengths_groups_and_device_counts(x64, devices, activations):
