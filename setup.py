@@ -20,6 +20,7 @@ setuptools.setup(
         "chex",
         "flax",
         "gguf",
+        "huggingface_hub",
         "importlib_resources",  # tensorflow-datasets, which does not say so
         "jax>=0.10.2,<0.11",  # flax linen breaks from jax 0.11.1
         "jinja2",

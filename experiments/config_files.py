@@ -54,13 +54,12 @@ def load(name: str, root: pathlib.Path, experiment: str):
 def listing(name: str, module, config) -> str:
   """All fields of a config, with their values and meanings.
 
-  Meanings are what the module's function `meanings` says, or the comments
+  Meanings are what the module's function `meanings` says, and the comments
   beside the fields in the file.
   """
+  said = _comments(pathlib.Path(module.__file__).read_text())
   if hasattr(module, "meanings"):
-    said = module.meanings(config)
-  else:
-    said = _comments(pathlib.Path(module.__file__).read_text())
+    said |= module.meanings(config)
   lines = [f"Fields of {name}, --config.<field>=<value>:", ""]
   for path, value in record.flat(config.to_dict()).items():
     lines += textwrap.wrap(

@@ -97,6 +97,7 @@ def by(name):
   )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*float64.*is not available")
 class TestSplash(suite.AttentionSuite):
   attend = by("splash")

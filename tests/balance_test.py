@@ -308,6 +308,7 @@ def linear(log_probs_GT, weights_GT):
   return jnp.sum(log_probs_GT * weights_GT)
 
 
+@pytest.mark.exhaustive
 def test_the_term_does_not_grow_with_the_number_of_groups(x64):
   """The same prompt several times, its loss a mean over the batch."""
   decoder, params, group, weights = problem()

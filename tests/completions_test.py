@@ -109,6 +109,7 @@ def small():
   return tiny.model(dataclasses.replace(tiny.BASE, num_layers=1))
 
 
+@pytest.mark.exhaustive
 def test_a_run_writes_answers_and_goes_on_as_if_not_stopped(
     tmp_path, small, capsys
 ):

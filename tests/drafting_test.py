@@ -81,6 +81,7 @@ def sampled():
   ]
 
 
+@pytest.mark.exhaustive
 def test_a_lesson_holds_what_the_tokens_were_drawn_from(sampled):
   """Its hidden states, through the head, give the sampler's log-probs."""
   decoder, params, (one, *_) = sampled

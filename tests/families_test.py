@@ -308,7 +308,7 @@ def test_older_options_of_gemma_are_read():
     ("gemma3", dict(final_logit_softcapping=30.0), "softcapping=30.0.*None"),
     ("gemma3", dict(attn_logit_softcapping=50.0), "softcapping=50.0.*None"),
     ("gemma3", dict(model_type="gemma2"), "'gemma2'.*soft-capped"),
-    ("gemma3", dict(model_type="gemma3"), "reads images.*gemma3_text"),
+    ("gemma3", dict(model_type="gemma3"), "text_config.*gemma3_text"),
     ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional"),
     ("gemma3", dict(hidden_activation="gelu"), "hidden_activation='gelu'"),
     ("gemma3", dict(layer_types=["linear_attention"] * 4), "layer_types"),
@@ -320,7 +320,7 @@ def test_older_options_of_gemma_are_read():
             "sliding_attention": {"rope_type": "linear", "factor": 2.0}
         }), "scale the sliding layers",
     ),
-    ("qwen3_5", dict(model_type="qwen3_5"), "reads images.*qwen3_5_text"),
+    ("qwen3_5", dict(model_type="qwen3_5"), "text_config.*qwen3_5_text"),
     ("qwen3_5", dict(attn_output_gate=False), "attn_output_gate=False"),
     ("qwen3_next", dict(mlp_only_layers=[0]), r"num_experts=512.*\[1\]"),
     ("deepseek_v3", dict(first_k_dense_replace=1), "first_k_dense_replace=1"),

@@ -252,6 +252,7 @@ def mean_over_draws(name, group, weights, schedule, chunks):
   return mean, first
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ("mistral",))
 def test_the_sampled_gradient_is_unbiased(x64, name):
   """Over the 2³ draws of three chunks, longer and shorter than the window."""

@@ -161,6 +161,7 @@ def carries_the_prefix(text: str) -> list:
   ]
 
 
+@pytest.mark.exhaustive(but="exact")
 @pytest.mark.parametrize("mode", ["exact", "sampled", "stop"])
 def test_no_collective_carries_the_prefix(mode):
   text = compiled_on_eight(mode)

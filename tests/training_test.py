@@ -243,6 +243,7 @@ def test_pairs_are_best_against_worst():
   assert real.tolist() == [True, True, True, True, False, False]
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path, small):
   model, params = small
   run = run_of(model)  # whose learners compile once

@@ -70,7 +70,7 @@ def mean_over_masks(problem, sampling, monkeypatch):
   return mean, expected
 
 
-@pytest.mark.exhaustive(but="llama")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name,law", [
     ("llama", "two"), ("window and full", "fewer"),
 ])

@@ -84,7 +84,8 @@ class Characters:
   def decode(self, ids: list[int]) -> str:
     """Text of ids; each special id becomes U+FFFD, so none disappears."""
     return "".join(
-        _CHARACTERS[id_ - 4] if id_ >= 4 else "\ufffd" for id_ in ids
+        _CHARACTERS[id_ - 4] if 4 <= id_ < self.vocab_size else "\ufffd"
+        for id_ in ids
     )
 
   def prompt(self, question: str, document: str = "") -> Prompt:

@@ -306,6 +306,27 @@ def _restored(run, params, checkpoints, progress):
   return train_state, reference
 
 
+def restored(run: TrainingRun, params, workdir: pathlib.Path) -> Any:
+  """The parameters of a run's latest checkpoint, without a value head.
+
+  Args:
+    run: the run.
+    params: its parameters before the first step; only shapes are read.
+    workdir: the run's folder.
+
+  Raises:
+    ValueError: there is no checkpoint, or it is of another run.
+  """
+  folder = pathlib.Path(workdir) / "checkpoints"
+  with checkpoints_lib.Checkpoints(folder) as checkpoints:
+    progress = checkpoints.progress()
+    if progress is None:
+      raise ValueError(f"{folder} has no checkpoint.")
+    identity.check(checkpoints.run(), identity.of_run(run), progress.step)
+    train_state, _ = _restored(run, params, checkpoints, progress)
+    return actor_critic.without_head(train_state.params)
+
+
 def _enter(run, number: int, params, checkpoints):
   """A new train state for a phase, and its reference policy if it needs one."""
   phase = run.phases[number]

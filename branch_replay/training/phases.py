@@ -374,6 +374,11 @@ def on_one_device(params, learner: learner_lib.Learner):
   return jax.device_put(params, jax.devices()[0])
 
 
+def evaluation_key(seed: int) -> jax.Array:
+  """The key of an evaluation's noise; prompt i has `fold_in` of it with i."""
+  return jax.random.fold_in(jax.random.key(seed), _EVALUATION)
+
+
 def evaluate(
     model, params, task, rollouts, *, split: str, prompts: int, seed: int,
     schedule: Schedule = Schedule(),
@@ -393,7 +398,7 @@ def evaluate(
   Returns:
     The mean over prompts and answers.
   """
-  key = jax.random.fold_in(jax.random.key(seed), _EVALUATION)
+  key = evaluation_key(seed)
   rewards = []
   for number in range(prompts):
     one = experience_lib.collect(

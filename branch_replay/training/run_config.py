@@ -46,7 +46,7 @@ def to_config(settings: settings_lib.RunSettings) -> ml_collections.ConfigDict:
       algorithm["settings"] = _filled(
           by_name.settings_of(algorithm["name"]), algorithm["settings"]
       )
-  found["task"] = _task(found["task"])
+  found["task"] = of_task(**found["task"])
   found["model"] = _filled(_of_model(settings.pretrained), found["model"])
   found["schedule"] = _filled(_of_schedule(), found["schedule"])
   return ml_collections.ConfigDict(found)
@@ -87,6 +87,11 @@ def of_config(config: ml_collections.ConfigDict) -> settings_lib.RunSettings:
         if value is not None or of_model[name].default is None
     }
   fields.check_names(values.get("schedule", {}), _of_schedule(), "schedule")
+  for name in ("model", "task"):  # JSON has no tuples
+    values[name] = {
+        x: tuple(y) if isinstance(y, list) else y
+        for x, y in values.get(name, {}).items()
+    }
   return fields.make(settings_lib.RunSettings, {**values, "phases": phases})
 
 
@@ -110,7 +115,7 @@ def switch(config: ml_collections.ConfigDict, path: str, value: str) -> None:
     return
   with config.unlocked():
     if path == "task.name":
-      config.task = ml_collections.ConfigDict(_task({"name": value}))
+      config.task = ml_collections.ConfigDict(of_task(value))
     elif path == "pretrained" and not config.pretrained:
       config.model = ml_collections.ConfigDict()
     elif len(parents) == 2 and parents[1] == "algorithm" and last == "name":
@@ -131,15 +136,13 @@ def meanings(config: ml_collections.ConfigDict) -> dict[str, str]:
   add(fields.of(settings_lib.RunSettings), "")
   add(fields.of(config_lib.ModelConfig), "model.")
   add(_of_schedule(), "schedule.")
-  of_task = fields.of(tasks.RECIPES[config.task.name])
-  add(of_task, "task.")
-  found["task.name"] = f"one of {', '.join(sorted(tasks.RECIPES))}."
+  found |= task_meanings(config.task.name)
   for name, phase in config.items():
     if not isinstance(phase, ml_collections.ConfigDict) or "kind" not in phase:
       continue
     found[f"{name}.kind"] = f"one of {', '.join(settings_lib.PHASES)}."
     add(fields.of(settings_lib.PHASES[phase.kind]), f"{name}.")
-    add(of_task, f"{name}.task.")
+    found |= task_meanings(config.task.name, f"{name}.task.")
     if "algorithm" in phase:
       add(by_name.settings_of(phase.algorithm.name),
           f"{name}.algorithm.settings.")
@@ -177,13 +180,28 @@ def _filled(known: Mapping[str, fields.Field], given: Mapping) -> dict:
   }
 
 
-def _task(given: Mapping) -> dict:
-  name = given["name"]
+def of_task(name: str, **settings) -> dict:
+  """The fields of a task: its name, and all of its settings.
+
+  Args:
+    name: a key of `tasks.RECIPES`.
+    **settings: those that differ from the defaults.
+
+  Raises:
+    ValueError: no such task.
+  """
   if name not in tasks.RECIPES:
     raise task_lib.unknown("task", name, tasks.RECIPES)
-  settings = {x: y for x, y in given.items() if x != "name"}
   known = fields.of(tasks.RECIPES[name])
   return {"name": name, **_filled(known, settings)}
+
+
+def task_meanings(name: str, path: str = "task.") -> dict[str, str]:
+  """What the fields of a task mean, by their dotted paths."""
+  known = fields.of(tasks.RECIPES[name])
+  return {
+      f"{path}{setting}": field.meaning for setting, field in known.items()
+  } | {f"{path}name": f"one of {', '.join(sorted(tasks.RECIPES))}."}
 
 
 def _of_model(pretrained: str) -> dict[str, fields.Field]:

@@ -13,6 +13,7 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
+from branch_replay.weights import hub
 from branch_replay.weights import pretrained as pretrained_lib
 from branch_replay.weights import stacking
 from branch_replay.weights import tokenizer as tokenizer_lib
@@ -46,11 +48,12 @@ _IGNORED = "rotary_emb.inv_freq"
 def load_hf(
     directory: str | os.PathLike,
     *,
+    revision: str | None = None,
     param_dtype: str | None = None,
     compute_dtype: str = "float32",
     with_tokenizer: bool = True,
 ) -> pretrained_lib.Pretrained:
-  """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek directory.
+  """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek model.
 
   Supported are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next, and DeepSeek V2
   and V3; of these only Qwen3-MoE may have experts. Families that store the
@@ -61,8 +64,12 @@ def load_hf(
   model.safetensors.index.json names; also generation_config.json if present,
   and the tokenizer files through `transformers`.
 
+  Of a model that reads images too (Gemma 3, Qwen3.5) the text part is loaded.
+
   Args:
-    directory: a directory as `transformers` writes it.
+    directory: a directory as `transformers` writes it, or the name of a model
+      on the hub, "org/name", see `hub.folder`.
+    revision: branch, tag or commit of a model on the hub.
     param_dtype: dtype of the parameters; None for that of the files.
     compute_dtype: dtype of activations and matrix products.
     with_tokenizer: False leaves the tokenizer out, for a directory whose
@@ -78,8 +85,9 @@ def load_hf(
       misshapen, not floats, or there twice; a tied model's file has a head that
       differs from the embedding; or the tokenizer cannot be loaded.
   """
-  directory = checks.path(directory, "directory")
-  mapping = _read_json(directory, "config.json")
+  directory = hub.folder(directory, revision=revision)
+  whole = _read_json(directory, "config.json")
+  mapping = hf_config.text_part(whole)
   with contextlib.ExitStack() as stack:
     handles = _open_tensors(directory, stack)
     dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
@@ -94,13 +102,13 @@ def load_hf(
         config, hf_tensors.file_shapes(stored, shapes), handles, directory
     )
     read = hf_tensors.reader(
-        stored, shapes, lambda name: handles[name].get_tensor(name)
+        stored, shapes, lambda name: handles[name].read()
     )
     params = stacking.stack(config, stacking.HF_NAMES, read)
   return pretrained_lib.Pretrained(
       decoder.Decoder(config), params,
       tokenizer_lib.load(directory) if with_tokenizer else None,
-      **_ids(directory, mapping),
+      **_ids(directory, whole | mapping),
   )
 
 
@@ -117,8 +125,27 @@ def _read_json(directory, name) -> dict[str, Any]:
     raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _open_tensors(directory, stack):
-  """File handles by tensor name, of the single file or of all shards."""
+class _Tensor(NamedTuple):
+  """A tensor of an open file, by its name there."""
+
+  file: Any
+  name: str
+
+  @property
+  def dtype(self) -> str:
+    return self.file.get_slice(self.name).get_dtype()
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return tuple(self.file.get_slice(self.name).get_shape())
+
+  def read(self) -> np.ndarray:
+    return self.file.get_tensor(self.name)
+
+
+def _open_tensors(directory, stack) -> dict[str, _Tensor]:
+  """Tensors of the text part by their names in it, of one file or all shards.
+  """
   if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
     raise ValueError(
         f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
@@ -141,14 +168,17 @@ def _open_tensors(directory, stack):
       raise ValueError(
           f"{directory / file} is missing or damaged ({error}): copy it again."
       ) from error
-    for name in handle.keys():
+    for stored in handle.keys():
+      name = hf_tensors.of_text(stored)
       if name in handles:
-        raise ValueError(f"{name} is in two shards of {directory}.")
-      if not name.endswith(_IGNORED):
-        handles[name] = handle
-  if lost := {n for n in promised if not n.endswith(_IGNORED)} - (
-      handles.keys()
-  ):
+        raise ValueError(f"{stored} is in two shards of {directory}.")
+      if name is not None and not name.endswith(_IGNORED):
+        handles[name] = _Tensor(handle, stored)
+  there = {tensor.name for tensor in handles.values()}
+  if lost := {
+      name for name in promised
+      if hf_tensors.of_text(name) is not None and not name.endswith(_IGNORED)
+  } - there:
     raise ValueError(
         f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
         "shard holds: copy the shards again."
@@ -163,19 +193,19 @@ def stored_dtype(directory: str | os.PathLike) -> str:
     ValueError: weights are missing, damaged or not floats.
   """
   with contextlib.ExitStack() as stack:
-    return _stored_dtype(_open_tensors(pathlib.Path(directory), stack))
+    return _stored_dtype(_open_tensors(hub.folder(directory), stack))
 
 
 def _stored_dtype(handles) -> str:
   dtypes = set()
-  for name, handle in handles.items():
-    stored = handle.get_slice(name).get_dtype()
-    if stored not in _DTYPES:
+  for tensor in handles.values():
+    if tensor.dtype not in _DTYPES:
       raise ValueError(
-          f"{name} is stored as {stored}: only {', '.join(_DTYPES)} are "
-          "supported, so a quantised checkpoint must be dequantised first."
+          f"{tensor.name} is stored as {tensor.dtype}: only "
+          f"{', '.join(_DTYPES)} are supported, so a quantised checkpoint must "
+          "be dequantised first."
       )
-    dtypes.add(jnp.dtype(_DTYPES[stored]))
+    dtypes.add(jnp.dtype(_DTYPES[tensor.dtype]))
   return str(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
 
 
@@ -185,16 +215,13 @@ def _shapes(config) -> dict[str, tuple[int, ...]]:
 
 
 def _check_tensors(config, wanted, handles, directory):
-  found = {
-      name: tuple(handle.get_slice(name).get_shape())
-      for name, handle in handles.items()
-  }
+  found = {name: tensor.shape for name, tensor in handles.items()}
   head = stacking.HF_NAMES["head/table"]
   extra_head = config.tied_embeddings and found.pop(head, None) is not None
   stacking.check(wanted, found, str(directory))
   embedding = stacking.HF_NAMES["embed/table"]
   if extra_head and not np.array_equal(
-      handles[head].get_tensor(head), handles[embedding].get_tensor(embedding)
+      handles[head].read(), handles[embedding].read()
   ):
     raise ValueError(
         f"{directory}: config.json ties the head to the embedding, but {head} "

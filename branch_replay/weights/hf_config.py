@@ -27,9 +27,11 @@ _ARCHITECTURES = {
 # Why related families are not supported.
 _REFUSED = {
     "gemma2": ", because its scores and logits are soft-capped",
-    "gemma3": ", because it reads images too; its text part is gemma3_text",
-    "qwen3_5": ", because it reads images too; its text part is qwen3_5_text",
+    "gemma3": " without a text_config; its text part is gemma3_text",
+    "qwen3_5": " without a text_config; its text part is qwen3_5_text",
 }
+# Models that read images too, and the families of their text parts.
+_TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
 # Options with one supported value, which is also the default.
 _FIXED = {
@@ -42,6 +44,24 @@ _FIXED = {
 }
 # In Qwen3-MoE every layer must have experts.
 _FIXED_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The config of a model's text part; of a model of text alone its own.
+
+  Models that read images too keep it under `text_config`. What is said outside
+  holds for the text part where it does not say otherwise.
+  """
+  inner = mapping.get("text_config")
+  family = mapping.get("model_type")
+  if family not in _TEXT_PARTS or not isinstance(inner, Mapping):
+    return mapping
+  outer = {
+      name: mapping[name]
+      for name in ("tie_word_embeddings", "quantization_config")
+      if name in mapping
+  }
+  return {**outer, **inner, "model_type": _TEXT_PARTS[family]}
 
 
 def config_from_hf(

