@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's flash attention for NVIDIA GPUs, as `attention_stretches` calls it.
+"""cuDNN's flash attention for NVIDIA GPUs, as `stretches` calls it.
 
 Its backward pass takes an output and a log-sum-exp, which may be those of
 attention to more keys than it is given. It uses the output only to compute
@@ -42,7 +42,7 @@ def _arguments(q_HND, k_KBD, v_KBD):
 
 
 def forward(q_HND, k_KBD, v_KBD, *, causal, blocks, interpret):
-  """(out_HND, lse_HN); see `attention_stretches`."""
+  """(out_HND, lse_HN); see `stretches`."""
   del blocks, interpret
   _, residuals = cudnn._dot_product_attention_fwd_rule(
       *_arguments(q_HND, k_KBD, v_KBD), *_settings(q_HND, causal)
@@ -55,7 +55,7 @@ def backward(
     d_out_HND, q_HND, k_KBD, v_KBD, lse_HN, delta_HN, *, causal, keys, blocks,
     interpret,
 ):
-  """dq_HND, and (dk_KBD, dv_KBD) or None; see `attention_stretches`."""
+  """dq_HND, and (dk_KBD, dv_KBD) or None; see `stretches`."""
   del blocks, interpret
   heads = k_KBD.shape[0]
   d_out_HND, out_HND = with_delta(d_out_HND, delta_HN)

@@ -1,6 +1,6 @@
 # Copyright 2026 The branch_replay authors.
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's splash attention kernel for TPU, as `attention_stretches` calls it.
+"""JAX's splash attention kernel for TPU, as `stretches` calls it.
 
 Its backward kernels are called directly, because they accept any log-sum-exp
 and δ, also those of attention to more keys than they are given; the library's
@@ -48,7 +48,7 @@ def _scaled(q_HND):
 
 
 def forward(q_HND, k_KBD, v_KBD, *, causal, blocks, interpret):
-  """(out_HND, lse_HN); see `attention_stretches`."""
+  """(out_HND, lse_HN); see `stretches`."""
   info, function = _mask(causal, q_HND, k_KBD, blocks)
   out_HND, (lse_HN,) = splash._splash_attention_forward(
       info, _scaled(q_HND), k_KBD, v_KBD, None, None,
@@ -64,7 +64,7 @@ def backward(
     d_out_HND, q_HND, k_KBD, v_KBD, lse_HN, delta_HN, *, causal, keys, blocks,
     interpret,
 ):
-  """dq_HND, and (dk_KBD, dv_KBD) or None; see `attention_stretches`."""
+  """dq_HND, and (dk_KBD, dv_KBD) or None; see `stretches`."""
   scale = q_HND.shape[-1] ** -0.5
   rows, minor = blocks, splash.QKVLayout.HEAD_DIM_MINOR
   arrays = _scaled(q_HND), k_KBD, v_KBD, None, None, lse_HN, d_out_HND, delta_HN

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the implementation of attention.
 
-"loops" is plain XLA (`attention_loops`) and runs everywhere. The others are
-kernels that ship with JAX, called by `attention_stretches`:
+"loops" is plain XLA (`loops`) and runs everywhere. The others are
+kernels that ship with JAX, called by `stretches`:
 
   splash  TPU, bfloat16 and float32 (`kernel_splash`);
   cudnn   NVIDIA GPUs, bfloat16 (`kernel_cudnn`).

@@ -5,7 +5,7 @@
 The kernels of libraries have static sizes and know no prefix length. So the
 prefix is cut in stretches of fixed sizes, long ones and then short ones, in
 loops whose trip counts follow the length. The rest, less than a short stretch,
-is left to `attention_loops`. Outputs are merged by log-sum-exp. The backward
+is left to `loops`. Outputs are merged by log-sum-exp. The backward
 pass gives the merged log-sum-exp and δ to the kernel for every stretch, and
 adds the cotangents to the accumulator in place. The only mask a kernel gets is
 the causal one of the segment.
@@ -109,7 +109,7 @@ def _rest(kernel, prefix, start):
 
 
 def prefix_forward(kernel, q_KND, prefix, layer, prefix_length):
-  """As `attention_loops.prefix_forward`, without windows."""
+  """As `loops.prefix_forward`, without windows."""
   heads, count, head_dim = q_KND.shape
   rows = _rows(kernel, count)
   padded_KND = tiling.pad(q_KND, 1, rows.padded)
@@ -139,7 +139,7 @@ def prefix_forward(kernel, q_KND, prefix, layer, prefix_length):
 def prefix_backward(
     kernel, queries: loops.QueryRows, prefix, layer, prefix_length, accumulator
 ):
-  """As `attention_loops.prefix_backward`, without windows."""
+  """As `loops.prefix_backward`, without windows."""
   heads, count, head_dim = queries.q.shape
   rows = _rows(kernel, count)
   padded = queries.padded(1, rows.padded)
@@ -239,7 +239,7 @@ class _Square:
 
 
 def segment_forward(kernel, q_KGRTD, k_KGSD, v_KGSD, stripe):
-  """As `attention_loops.segment_forward`, without windows."""
+  """As `loops.segment_forward`, without windows."""
   square = _Square(kernel, q_KGRTD, stripe)
   out, lse = _forward(
       kernel, square.fold(q_KGRTD), square.keys(k_KGSD), square.keys(v_KGSD),
@@ -251,7 +251,7 @@ def segment_forward(kernel, q_KGRTD, k_KGSD, v_KGSD, stripe):
 def segment_backward(
     kernel, queries: loops.QueryRows, k_KGSD, v_KGSD, stripe
 ):
-  """As `attention_loops.segment_backward`, without windows."""
+  """As `loops.segment_backward`, without windows."""
   square = _Square(kernel, queries.q, stripe)
   folded = loops.QueryRows(
       square.fold(queries.d_out), square.fold(queries.q),
