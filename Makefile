@@ -58,30 +58,27 @@ lint: $(READY)
 	$(BIN)/ruff check .
 
 # These compile much and run little: code without optimization, as in tests.
-smoke: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false \
+# Two at a time by `make --jobs=2 smoke`.
+SMOKES := $(addprefix smoke-,compare_backward long_run bias_sweep bench_step \
+  bench_rollout bench_accelerator peers bias_batch bias_training \
+  time_breakdown adapting evaluate)
+
+smoke: $(SMOKES) smoke-devices smoke-learning_curves
+
+smoke-%: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false \
   --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
-smoke: $(READY)
-	$(BIN)/python -m experiments.compare_backward \
-	  --config=configs/compare_backward.py:tiny
+
+$(SMOKES): smoke-%: $(READY)
+	$(BIN)/python -m experiments.$* --config=configs/$*.py:tiny
+
+smoke-devices: $(READY)
 	$(BIN)/python -m experiments.compare_backward \
 	  --config=configs/compare_backward.py:tiny --devices=8 \
 	  --workdir=runs/tiny_devices
-	$(BIN)/python -m experiments.long_run --config=configs/long_run.py:tiny
-	$(BIN)/python -m experiments.bias_sweep --config=configs/bias_sweep.py:tiny
-	$(BIN)/python -m experiments.bench_step --config=configs/bench_step.py:tiny
-	$(BIN)/python -m experiments.bench_rollout \
-	  --config=configs/bench_rollout.py:tiny
-	$(BIN)/python -m experiments.bench_accelerator \
-	  --config=configs/bench_accelerator.py:tiny
-	$(BIN)/python -m experiments.peers --config=configs/peers.py:tiny
-	$(BIN)/python -m experiments.bias_batch --config=configs/bias_batch.py:tiny
-	$(BIN)/python -m experiments.bias_training \
-	  --config=configs/bias_training.py:tiny
+
+smoke-learning_curves: $(READY)
 	$(BIN)/python -m experiments.learning_curves \
 	  --config=configs/learning.py:tiny
-	$(BIN)/python -m experiments.time_breakdown \
-	  --config=configs/time_breakdown.py:tiny
-	$(BIN)/python -m experiments.adapting --config=configs/adapting.py:tiny
 
 $(READY): setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
