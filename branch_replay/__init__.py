@@ -53,6 +53,7 @@ from branch_replay.config import Llama3Scaling
 from branch_replay.config import ModelConfig
 from branch_replay.config import YarnScaling
 from branch_replay.mixers.mixer import Mixer
+from branch_replay.engine.band import Band
 from branch_replay.engine.prefix import capture
 from branch_replay.engine.prefix import extend
 from branch_replay.engine.estimators import Sampling
@@ -80,6 +81,7 @@ from branch_replay.weights.hf import save_pretrained
 from branch_replay.weights.load import load
 
 __all__ = [
+    "Band",
     "Decoder",
     "Experts",
     "Finish",

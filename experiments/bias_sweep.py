@@ -37,6 +37,7 @@ from experiments.reporting import record
 
 _BINS = 64  # of the profile over positions
 _ANY = br.Sampling()
+_BAND = br.Band()
 _NEEDLE = "Note: the access code of the archive is {code}."
 _ASK = "What is the access code of the archive? Answer with the number only."
 
@@ -124,14 +125,16 @@ class Study:
     self.visit = jax.jit(self._visit)
     self.finish = jax.jit(self._finish, static_argnums=0)
 
-  def spec(self, group, mode, sampling=_ANY):
+  def spec(self, group, mode, sampling=_ANY, band=_BAND):
     return spec_lib.of_group(
-        self._model, group, readout.LogProbs(), mode, self._schedule, sampling
+        self._model, group, readout.LogProbs(), mode, self._schedule, sampling,
+        band,
     )
 
   def capture(self, params, group):
+    keep = self._schedule.activations == "keep"
     return br.capture(
-        self._model, params, group, schedule=self._schedule, keep=True
+        self._model, params, group, schedule=self._schedule, keep=keep
     )
 
   def _visit(self, params, state, group, advantages_G):
@@ -169,7 +172,7 @@ def distance(gradient, reference) -> dict:
 
 
 @jax.jit
-def _adam_update(grads):
+def adam_update(grads):
   """The first step of Adam: with no history, g / (|g| + ε)."""
   return jax.tree.map(lambda g: g / (jnp.abs(g) + 1e-8), grads)
 
@@ -241,7 +244,7 @@ def study(config, pretrained, case: Case, texts, parts: Study) -> dict:
   del whole
   result["stop"] = distance(stop, exact)
   result["stop_adam_cosine"] = compare.compare(
-      _adam_update(stop), _adam_update(exact)
+      adam_update(stop), adam_update(exact)
   ).cosine
   uniform_N = estimators_lib.uniforms(draw_key(case), config.chunks)
   for sampling in estimators(config, case):

@@ -156,6 +156,16 @@ class Tree:
     return children
 
   @functools.cached_property
+  def inner(self) -> np.ndarray:
+    """bool[N]: the tokens of segments with children, but the last of each."""
+    inner = np.zeros(self.tokens.size, bool)
+    for start, length, children in zip(
+        self.starts, self.lengths, self.children, strict=True
+    ):
+      inner[start : start + length - 1] = bool(children)
+    return inner
+
+  @functools.cached_property
   def paths(self) -> np.ndarray:
     """i32[G, S], the index in `tokens` of each token of each sequence.
 

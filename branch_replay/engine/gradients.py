@@ -27,6 +27,7 @@ from branch_replay.engine import program as program_lib
 from branch_replay.engine import readout as readout_lib
 from branch_replay.engine import spec as spec_lib
 from branch_replay.engine import state as state_lib
+from branch_replay.engine.band import Band
 from branch_replay.engine.estimators import Sampling
 from branch_replay.engine.schedule import Schedule
 from branch_replay.engine.spec import Spec
@@ -45,6 +46,7 @@ def replay(
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
     sampling: Sampling = Sampling(),
+    band: Band = Band(),
     key=None,
     schedule: Schedule = Schedule(),
     allow_stale: bool = False,
@@ -66,7 +68,9 @@ def replay(
       `capture(keep=True)` stored if there are any.
     readout: function from hidden states to outputs, see `engine.readout`. The
       output of a token is computed from the hidden state before it.
-    prefix_gradient: "exact" equals the full gradient. "sampled" estimates it
+    prefix_gradient: "exact" equals the full gradient. "banded" runs the same
+      backward pass, but cuts attention inside the prefix to a band, see
+      `engine.band`, which is nearly exact. "sampled" estimates the full gradient
       without bias from some chunks of the prefix (for a tree: from some of the
       runs that have no loss of their own). "stop" treats the captured positions
       as constants, which is biased; in a tree each segment treats what its
@@ -75,6 +79,8 @@ def replay(
       what it does not hold constant.) "full" runs every sequence on its own.
     sampling: how many chunks prefix_gradient="sampled" pulls back and by which
       law it chooses them. An inner segment of a tree has one run per chunk.
+    band: how far prefix_gradient="banded" reaches inside the prefix. Layers
+      with a window or a recurrence are pulled back as in "exact".
     key: PRNG key for "sampled"; the same key draws the same chunks.
     schedule: sizes and policies, which do not change the result.
     allow_stale: accept a state that was captured under other parameters.
@@ -97,7 +103,7 @@ def replay(
   """
   options = dict(
       readout=readout, prefix_gradient=prefix_gradient, schedule=schedule,
-      sampling=sampling,
+      sampling=sampling, band=band,
   )
   if isinstance(data, token_tree.Tree):
     _check_no_state(state, allow_stale, version)
@@ -154,6 +160,7 @@ def value_and_grad(
     readout=readout_lib.LogProbs(),
     prefix_gradient: str = "exact",
     sampling: Sampling = Sampling(),
+    band: Band = Band(),
     schedule: Schedule = Schedule(),
     trainable: str = "all",
     balance: float = 0.0,
@@ -178,6 +185,7 @@ def value_and_grad(
     readout: function from hidden states to outputs, see `engine.readout`.
     prefix_gradient: as in `replay`.
     sampling: as in `replay`.
+    band: as in `replay`.
     schedule: as in `replay`. With activations="keep", only the inner segments
       of one path of a tree hold their activations at a time.
     trainable: "all", or "adapters" for the gradient of low-rank adapters
@@ -217,7 +225,7 @@ def value_and_grad(
     checks.instance(hosted, "hosted", hosted_lib.Hosted)
   options = dict(
       readout=readout, prefix_gradient=prefix_gradient, schedule=schedule,
-      sampling=sampling, trainable=trainable, balance=balance,
+      sampling=sampling, band=band, trainable=trainable, balance=balance,
   )
 
   def run(
@@ -253,7 +261,7 @@ def value_and_grad(
 
 def plan_tree(
     model, tree, readout, prefix_gradient, schedule,
-    sampling=Sampling(), trainable="all", balance=0.0,
+    sampling=Sampling(), band=Band(), trainable="all", balance=0.0,
 ) -> tuple[Spec, program_lib.Program]:
   """Builds the spec of a tree's gradient, and the program of the tree.
 
@@ -261,15 +269,16 @@ def plan_tree(
   activations "keep" holds, and the largest visit on top of it.
 
   Args:
-    model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
-      in `value_and_grad`.
+    model, readout, prefix_gradient, schedule, sampling, band, trainable,
+      balance: as in `value_and_grad`.
     tree: the tree.
 
   Returns:
     The spec, with its activation policy chosen, and the program.
   """
   spec = Spec(
-      model, readout, prefix_gradient, schedule, sampling, trainable, balance
+      model, readout, prefix_gradient, schedule, sampling, band, trainable,
+      balance,
   )
   program = program_lib.of_tree(
       tree, prefix_gradient, chunk_size=schedule.chunk_size,

@@ -349,13 +349,14 @@ def _run(
   tokens, targets = np.zeros((2, rows, width), np.int32)
   through = [sequences[stretch.segment] for stretch in stretches]
   index = np.full((rows, width), token_tree.NOWHERE, np.int32)
+  inner = np.zeros((rows, width), bool)
   for row, (stretch, length) in enumerate(
       zip(stretches, lengths, strict=True)
   ):
-    path = tree.tokens[
-        tree.indices(stretch.segment, stretch.first, stretch.stop + 1)
-    ]
+    at = tree.indices(stretch.segment, stretch.first, stretch.stop + 1)
+    path = tree.tokens[at]
     tokens[row, :length], targets[row, :length] = path[:-1], path[1:]
+    inner[row, :length] = tree.inner[at[:-1]]
     index[row, :length] = stretch.index
   padding = [0] * (rows - len(lengths))
   lengths = np.array(lengths + padding, np.int32)
@@ -364,5 +365,6 @@ def _run(
       np.int32(stretches[0].first), tokens, lengths,
       np.array(through + padding, np.int32),
       runs.Read(targets, lengths, np.int32(0)) if wanted else None,
+      inner if inner.any() else None,
   ), index if wanted else None
 

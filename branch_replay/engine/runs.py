@@ -42,6 +42,9 @@ class Run:
     lengths_R: i32, how many tokens of each row are real.
     sequences_R: i32, how many sequences contain each row, for counting experts.
     read: which tokens the readout reads; None for none.
+    inner_RS: bool, which tokens belong to a prefix, or to an inner segment of a
+      tree, but are not the last of it, which its branches run: those that
+      "banded" cuts short. None for no token.
     block: tokens per block, if the tokens of a block all see each other (see
       `Group`); None for causal rows.
   """
@@ -51,6 +54,7 @@ class Run:
   lengths_R: jax.Array
   sequences_R: jax.Array
   read: Read | None = None
+  inner_RS: jax.Array | None = None
   block: int | None = dataclasses.field(
       default=None, metadata=dict(static=True)
   )
@@ -60,17 +64,19 @@ class Run:
     """All arrays with a leading axis of rows; `of_rows` takes such a tuple."""
     read = self.read
     of_read = None if read is None else (read.targets_RT, read.lengths_R)
-    return self.tokens_RS, self.lengths_R, self.sequences_R, of_read
+    return (
+        self.tokens_RS, self.lengths_R, self.sequences_R, of_read, self.inner_RS
+    )
 
   def of_rows(self, rows) -> "Run":
     """A run at the same positions with other rows, in the form of `rows`."""
-    tokens, lengths, sequences, of_read = rows
+    tokens, lengths, sequences, of_read, inner = rows
     read = self.read
     if read is not None:
       read = Read(*of_read, read.window)
     return dataclasses.replace(
         self, tokens_RS=tokens, lengths_R=lengths, sequences_R=sequences,
-        read=read,
+        read=read, inner_RS=inner,
     )
 
 
@@ -89,7 +95,6 @@ class Action(enum.Enum):
 
 
 def chunk(tokens, length, index, size: int, sequences=1) -> Run:
-
   """Makes the run of one chunk of a prefix.
 
   Args:
@@ -105,6 +110,7 @@ def chunk(tokens, length, index, size: int, sequences=1) -> Run:
       jax.lax.dynamic_slice_in_dim(tokens, start, size)[None],
       jnp.clip(length - start, 0, size)[None],
       jnp.asarray(sequences, jnp.int32)[None],
+      inner_RS=jnp.ones((1, size), bool),
   )
 
 
@@ -123,7 +129,7 @@ def branches(spec: Spec, group: group_lib.Group) -> Run:
   return Run(
       first, deal(tokens_GS, spec.layout.devices), window + lengths_G,
       (lengths_G > 0).astype(jnp.int32), Read(group.tails, lengths_G, window),
-      group.block,
+      block=group.block,
   )
 
 

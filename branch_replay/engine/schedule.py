@@ -15,7 +15,7 @@ from branch_replay.mixers import kinds
 from branch_replay.models import pattern
 from branch_replay.ops.attention import kernels
 
-PrefixGradient = Literal["full", "exact", "sampled", "stop"]
+PrefixGradient = Literal["full", "exact", "banded", "sampled", "stop"]
 Activations = Literal["keep", "recompute", "recompute_layers"]
 
 

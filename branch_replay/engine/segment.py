@@ -79,6 +79,19 @@ class Balance(NamedTuple):
   weights_GT: jax.Array
 
 
+class Reach(NamedTuple):
+  """How far attention sends cotangents back, in "banded"; see `band.Band`.
+
+  Attributes:
+    lowest_GT: i32, for the tokens of all devices the lowest position that each
+      reaches apart from the sinks.
+    sinks: how many of the first positions all tokens reach.
+  """
+
+  lowest_GT: jax.Array
+  sinks: int
+
+
 class Context(NamedTuple):
   """The state a segment runs on top of, and where its tokens stand.
 
@@ -94,6 +107,7 @@ class Context(NamedTuple):
     balance: cotangents of a load-balance term for the backward pass; None
       without such a term.
     blocks: `tiling.Blocks`, if tokens see later ones of their block; or None.
+    reach: how far full attention sends cotangents back; None for all the way.
   """
 
   prefix: Any
@@ -103,6 +117,7 @@ class Context(NamedTuple):
   choices: Any = None
   balance: Balance | None = None
   blocks: Any = None
+  reach: Reach | None = None
 
 
 class Popped(NamedTuple):

@@ -18,6 +18,7 @@ from branch_replay import config as config_lib
 from branch_replay.data import group as group_lib
 from branch_replay.devices import layout as layout_lib
 from branch_replay.engine import balance as balance_lib
+from branch_replay.engine import band as band_lib
 from branch_replay.engine import estimators
 from branch_replay.engine import readout as readout_lib
 from branch_replay.engine import schedule as schedule_lib
@@ -37,9 +38,10 @@ class Spec:
   Attributes:
     model: the decoder.
     readout: function from hidden states to outputs, see `engine.readout`.
-    prefix_gradient: "exact", "sampled", "stop" or "full".
+    prefix_gradient: "exact", "banded", "sampled", "stop" or "full".
     schedule: sizes and policies, which do not change the result.
     sampling: which chunks prefix_gradient="sampled" pulls back.
+    band: how far prefix_gradient="banded" reaches inside the prefix.
     trainable: which parameters get a gradient, "all" or "adapters".
     balance: coefficient of the load-balance term of a mixture of experts.
   """
@@ -49,6 +51,7 @@ class Spec:
   prefix_gradient: str = "exact"
   schedule: Schedule = Schedule()
   sampling: estimators.Sampling = estimators.Sampling()
+  band: band_lib.Band = band_lib.Band()
   trainable: str = "all"
   balance: float = 0.0
 
@@ -60,6 +63,7 @@ class Spec:
     schedule_lib.check(self.schedule)
     schedule_lib.check_mode(self.prefix_gradient)
     checks.instance(self.sampling, "sampling", estimators.Sampling)
+    checks.instance(self.band, "band", band_lib.Band)
     if self.prefix_gradient == "sampled" and kinds.recurrent(self.config):
       raise ValueError(
           "prefix_gradient='sampled' through recurrent layers would multiply "
@@ -80,7 +84,7 @@ class Spec:
   @property
   def accumulates(self) -> bool:
     """Whether cotangents of the prefix state are accumulated."""
-    return self.prefix_gradient in ("exact", "sampled")
+    return self.prefix_gradient in ("exact", "banded", "sampled")
 
   @property
   def layout(self) -> layout_lib.Layout:
@@ -143,14 +147,14 @@ class Spec:
 
 def of_group(
     model, group, readout, prefix_gradient, schedule,
-    sampling=estimators.Sampling(), *, one_pass=True, trainable="all",
-    balance=0.0,
+    sampling=estimators.Sampling(), band=band_lib.Band(), *, one_pass=True,
+    trainable="all", balance=0.0,
 ) -> Spec:
   """Builds the spec of a group's gradient and chooses its activation policy.
 
   Args:
-    model, readout, prefix_gradient, schedule, sampling, trainable, balance: as
-      in `gradients.value_and_grad`.
+    model, readout, prefix_gradient, schedule, sampling, band, trainable,
+      balance: as in `gradients.value_and_grad`.
     group: the group, or its shapes.
     one_pass: whether each visit's backward pass follows its forward pass at
       once, so that the activations of only one visit are held at a time.
@@ -158,7 +162,8 @@ def of_group(
   params_lib.check_model(model)
   group_lib.check(group, model.config)
   spec = Spec(
-      model, readout, prefix_gradient, schedule, sampling, trainable, balance
+      model, readout, prefix_gradient, schedule, sampling, band, trainable,
+      balance,
   )
   branches, tokens = group.tails.shape[-2:]
   prefix = group.prompt.shape[-1] - 1

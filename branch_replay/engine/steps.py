@@ -310,13 +310,21 @@ def _context(
       state_lib.seen(spec.config, state.mixer), layout.here(run.first),
       jnp.broadcast_to(positions_S, (rows, positions_S.shape[1])),
       run.lengths_R if _masked(spec.config, run, action) else None,
-      blocks=blocks,
-
+      blocks=blocks, reach=_reach(spec, run),
   )
   if seeds is None:
     return context
   weights_RS = scale * _sequences(run, context)
   return context._replace(balance=segment.Balance(seeds, weights_RS))
+
+
+def _reach(spec, run) -> segment.Reach | None:
+  """How far a run's tokens send cotangents back; None for all the way."""
+  if spec.prefix_gradient != "banded" or run.inner_RS is None:
+    return None
+  positions_S = run.first + jnp.arange(run.tokens_RS.shape[1])
+  lowest_RS = spec.band.lowest(positions_S[None], run.inner_RS)
+  return segment.Reach(lowest_RS, spec.band.sinks)
 
 
 def _sequences(run, context):

@@ -17,6 +17,7 @@ from branch_replay.mixers import places
 from branch_replay.mixers import sizes as sizes_lib
 from branch_replay.models import layers
 from branch_replay.ops import attention
+from branch_replay.ops.attention import tiling
 
 
 class FullAttention(mixer.Mixer):
@@ -131,6 +132,22 @@ class FullAttention(mixer.Mixer):
     """
     return at.context.prefix_length, None
 
+  def band(self, at: mixer.OnPrefix) -> attention.Band | None:
+    """Says which keys a segment's queries exchange cotangents with.
+
+    Returns:
+      The `attention.Band` on this device; None for all that the queries see.
+    """
+    layout, reach = at.layout, at.context.reach
+    if reach is None:
+      return None
+    first = at.context.positions_GT[0, 0] - layout.stripe().offset
+    return attention.Band(
+        layout.here(reach.lowest_GT),
+        tiling.Reach(reach.lowest_GT - first, reach.sinks - first),
+        layout.here(reach.sinks), -(-reach.sinks // layout.devices),
+    )
+
   def forward(self, at: mixer.OnPrefix, params, mixed):
     """See `Mixer.forward`; keeps the log-sum-exp of the scores for `backward`.
     """
@@ -182,7 +199,7 @@ class FullAttention(mixer.Mixer):
         attention.QueryRows(*(layout.all(x, 3) for x in rows)), k, v,
         attention.PrefixLayer(at.prefix, at.layer, slots),
         accumulator=accumulator, stripe=layout.stripe(), window=window,
-        kernel=layout.kernel(q), blocks=context.blocks,
+        kernel=layout.kernel(q), blocks=context.blocks, band=self.band(at),
     )
     dq = layout.sum_mine(dq, 3).astype(q.dtype)
     if d_present is not None:

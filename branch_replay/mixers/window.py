@@ -125,6 +125,10 @@ class SlidingWindow(full.FullAttention):
         self.window, layout.here(lowest_T) - (layout.here(first) - slots)
     )
 
+  def band(self, at: mixer.OnPrefix) -> None:
+    """Returns None: a window is pulled back whole, also in "banded"."""
+    del at
+
   def backward(self, at, params, record, d_out, accumulator, popped):
     """See `Mixer.backward`; for a popped chunk, first divides the accumulator.
 

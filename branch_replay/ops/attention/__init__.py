@@ -15,6 +15,7 @@
 `kernels` chooses between them, by `Schedule.attention`.
 """
 
+from branch_replay.ops.attention.op import Band
 from branch_replay.ops.attention.op import PrefixLayer
 from branch_replay.ops.attention.op import QueryRows
 from branch_replay.ops.attention.op import Stripe
@@ -28,6 +29,7 @@ from branch_replay.ops.attention.op import replay_attention
 from branch_replay.ops.attention.op import row_delta
 
 __all__ = [
+    "Band",
     "PrefixLayer",
     "QueryRows",
     "Stripe",

@@ -134,6 +134,17 @@ def _cotangent_tile(rows: QueryRows, k_BD, v_BD, seen):
   )
 
 
+def _if(condition, function, carry):
+  """function(carry) if the condition holds, else carry.
+
+  It is a loop of at most one turn, which updates in place; `lax.cond` would
+  copy the carry.
+  """
+  return lax.fori_loop(
+      0, condition.astype(jnp.int32), lambda _, carry: function(carry), carry
+  )
+
+
 def _empty_softmax(rows, head_dim, dtype):
   return (
       jnp.full((rows,), -jnp.inf, dtype),
@@ -285,10 +296,7 @@ def prefix_backward(
     def tile_in_reach(i, carry):
       of_rows = tiling.read(lowest_N, (i * row.size,), row.size)
       reached = jnp.min(of_rows) < (j + 1) * column.size
-      # A loop of at most one turn updates in place; a conditional does not.
-      return lax.fori_loop(
-          0, reached.astype(jnp.int32), lambda _, carry: tile(i, carry), carry
-      )
+      return _if(reached, lambda carry: tile(i, carry), carry)
 
     zeros = jnp.zeros((head_dim, column.size), dtype)
     dq_KND, dk_DB, dv_DB = lax.fori_loop(
@@ -303,6 +311,30 @@ def prefix_backward(
   carry = jnp.zeros((heads, row.padded, head_dim), dtype), accumulator
   dq_KND, accumulator = lax.fori_loop(0, heads * columns, visit, carry)
   return dq_KND[:, :count], accumulator
+
+
+def sinks_backward(
+    rows: QueryRows, prefix, layer, sinks, size: int, accumulator
+):
+  """As `prefix_backward`, for the first positions of a prefix alone.
+
+  Args:
+    rows, prefix, layer, accumulator: as in `prefix_backward`.
+    sinks: i32 scalar, how many positions.
+    size: the most that `sinks` can be. So many positions are cut out, because
+      tiles are wider than most numbers of sinks.
+  """
+  cut = tuple(tiling.read_stretch(x, layer, 0, size)[None] for x in prefix)
+  zeros = None
+  if accumulator is not None:
+    zeros = tuple(jnp.zeros(x.shape, rows.lse.dtype) for x in cut)
+  dq_KND, of_cut = prefix_backward(rows, cut, 0, sinks, zeros)
+  if accumulator is not None:
+    accumulator = tuple(
+        tiling.add_stretch(x, layer, 0, new[0])
+        for x, new in zip(accumulator, of_cut, strict=True)
+    )
+  return dq_KND, accumulator
 
 
 def segment_forward(
@@ -350,9 +382,14 @@ def segment_forward(
 
 
 def segment_backward(
-    rows: QueryRows, k_KGSD, v_KGSD, stripe, window=None, blocks=None
+    rows: QueryRows, k_KGSD, v_KGSD, stripe, window=None, blocks=None,
+    reach=None,
 ):
-  """(dq, dk, dv) of the segment part; arguments as in `segment_forward`."""
+  """(dq, dk, dv) of the segment part; arguments as in `segment_forward`.
+
+  With a `tiling.Reach` only keys that a query reaches exchange cotangents with
+  it, and tiles without such a pair are skipped.
+  """
   heads, branches, repeats, tokens, head_dim = rows.q.shape
   dtype = rows.lse.dtype
   grid = tiling.causal(
@@ -362,6 +399,7 @@ def segment_backward(
   keys = k_KGSD.shape[2]
   rows = rows.padded(3, grid.padded)
   k_KGSD, v_KGSD = (tiling.pad(x, 2, grid.keys) for x in (k_KGSD, v_KGSD))
+  reach = None if reach is None else reach.padded(grid.padded)
   columns = grid.keys // grid.column
 
   def visit(index, carry):
@@ -372,20 +410,26 @@ def segment_backward(
     k_BD = tiling.read(k_KGSD, at, grid.column)
     v_BD = tiling.read(v_KGSD, at, grid.column)
 
-    def tile(i, carry):
+    def tile(i, carry, reached=True):
       dq, dk_DB, dv_DB = carry
       where = head, branch, i
+      seen = grid.seen(i, j, stripe.offset, window, blocks, branch)
       dq_ND, dk_tile, dv_tile = _cotangent_tile(
           QueryRows(*(grid.rows(x, *where) for x in rows)), k_BD, v_BD,
-          grid.seen(i, j, stripe.offset, window, blocks, branch),
+          seen & reached,
       )
       old = grid.rows(dq, *where)
       dq = grid.write_rows(dq, *where, old + dq_ND)
       return dq, dk_DB + dk_tile, dv_DB + dv_tile
 
+    def tile_in_reach(i, carry):
+      reached, some = grid.reached(i, j, reach, stripe.offset, branch)
+      return _if(some, lambda carry: tile(i, carry, reached), carry)
+
     zeros = jnp.zeros((head_dim, grid.column), dtype)
     dq, dk_DB, dv_DB = lax.fori_loop(
-        *grid.visible_to(j, window, blocks), tile, (dq, zeros, zeros)
+        *grid.visible_to(j, window, blocks),
+        tile if reach is None else tile_in_reach, (dq, zeros, zeros),
     )
     return dq, tiling.write(dk, at, dk_DB.T), tiling.write(dv, at, dv_DB.T)
 

@@ -46,12 +46,34 @@ class PrefixLayer(NamedTuple):
   length: jax.Array | int
 
 
+class Band(NamedTuple):
+  """To which keys the queries of a segment send cotangents, and get them from.
+
+  A query reaches the keys from its lowest position on, and the first keys of
+  all, the sinks. Other pairs exchange no cotangents, though the query sees the
+  keys: probabilities and δ are those of the whole softmax.
+
+  Attributes:
+    lowest_GT: i32, for every query the first place that it reaches, among the
+      places of the prefix on this device.
+    segment: the same for the keys of the segment, a `tiling.Reach`.
+    sinks: i32 scalar, how many of the first places on this device are sinks.
+    size: the most that `sinks` can be on any device.
+  """
+
+  lowest_GT: jax.Array
+  segment: tiling.Reach
+  sinks: jax.Array | int
+  size: int
+
+
 class _Options(NamedTuple):
   """Static arguments of `replay_attention`."""
 
   window: int | None
   kernel: kernels.Kernel | None
   block: int | None
+  sinks: int
 
   def of(self, q_KGRTD, prefix_length, lengths_G) -> dict:
     """The keyword arguments of `forward` and `backward`."""
@@ -63,11 +85,14 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: _Options, q, k, v, prefix, lengths):
-  """`prefix` is (k_LKPD, v_LKPD), `lengths` (prefix_length, lengths_G)."""
-  prefix_length, lengths_G = lengths
+  """`prefix` is (k_LKPD, v_LKPD).
+
+  `lengths` are (prefix_length, lengths_G, lowest_GT).
+  """
+  prefix_length, lengths_G, _ = lengths
   out, lse = forward(
       q, k, v, PrefixLayer(prefix, 0, prefix_length), lengths_G,
-      **options.of(q, *lengths),
+      **options.of(q, prefix_length, lengths_G),
   )
   return out.astype(q.dtype), lse
 
@@ -79,6 +104,15 @@ def _blocks(size, q_KGRTD, lengths_G):
   if lengths_G is None:
     lengths_G = jnp.full(q_KGRTD.shape[1], q_KGRTD.shape[3], jnp.int32)
   return tiling.Blocks(size, 0, jnp.asarray(lengths_G))
+
+
+def _band(sinks, prefix_length, lengths_G, lowest_GT):
+  """The band of branches that follow a prefix, or None."""
+  del lengths_G
+  if lowest_GT is None:
+    return None
+  segment = tiling.Reach(lowest_GT - prefix_length, sinks - prefix_length)
+  return Band(lowest_GT, segment, sinks, sinks)
 
 
 def _window(size, q_KGRTD, prefix_length):
@@ -104,7 +138,7 @@ def _attend_backward(options, residuals, cotangents):
       q, k, v, PrefixLayer(prefix, 0, lengths[0]), out=out, lse=lse,
       d_out=d_out, d_lse=d_lse,
       accumulator=tuple(jnp.zeros(x.shape, wide) for x in prefix),
-      **options.of(q, *lengths),
+      band=_band(options.sinks, *lengths), **options.of(q, *lengths[:2]),
   )
   return (
       dq, dk.astype(k.dtype), dv.astype(v.dtype),
@@ -128,6 +162,8 @@ def replay_attention(
     window=None,
     implementation: kernels.Name = "auto",
     block=None,
+    lowest_GT=None,
+    sinks=0,
 ):
   """Attention of G branches to a shared prefix and, causally, to themselves.
 
@@ -153,6 +189,10 @@ def replay_attention(
     implementation: see `kernels`; with a window or blocks always the loops.
     block: B; a branch's tokens are in blocks of B, and the query at t sees the
       real keys at s with ⌊s/B⌋ ≤ ⌊t/B⌋. Static. None for causal attention.
+    lowest_GT: i32; the backward pass sends nothing between a query and the keys
+      at positions below this, but for the first `sinks` positions. The forward
+      pass is not changed. None to send between all pairs.
+    sinks: see `lowest_GT`. Static.
 
   Returns:
     out_KGRTD in the dtype of the queries, and lse_KGRT in at least float32.
@@ -168,8 +208,9 @@ def replay_attention(
       implementation, kernels.platform(), q_KGRTD.dtype, head_dim
   )
   return _attend(
-      _Options(window, kernel, block), q_KGRTD, k_KGTD, v_KGTD,
-      (prefix_k_KPD[None], prefix_v_KPD[None]), (prefix_length, lengths_G),
+      _Options(window, kernel, block, sinks), q_KGRTD, k_KGTD, v_KGTD,
+      (prefix_k_KPD[None], prefix_v_KPD[None]),
+      (prefix_length, lengths_G, lowest_GT),
   )
 
 
@@ -297,6 +338,7 @@ def decode(
 def backward(
     q_KGRTD, k_KGSD, v_KGSD, prefix: PrefixLayer, *, out, lse, d_out,
     d_lse=None, accumulator=None, window=None, kernel=None, blocks=None,
+    band=None,
 ):
   """Cotangents of one layer, from the merged output and log-sum-exp.
 
@@ -315,6 +357,7 @@ def backward(
     window: as in `forward`.
     kernel: as in `forward`.
     blocks: as in `forward`.
+    band: `Band`; None to send cotangents between all pairs.
 
   Returns:
     dq_KGRTD in the dtype of the queries, dk_KGSD and dv_KGSD in at least
@@ -323,7 +366,7 @@ def backward(
   rows = QueryRows(d_out, q_KGRTD, lse, row_delta(d_out, out, d_lse))
   dq, dk, dv, accumulator = backward_rows(
       rows, k_KGSD, v_KGSD, prefix, accumulator=accumulator, window=window,
-      kernel=kernel, blocks=blocks,
+      kernel=kernel, blocks=blocks, band=band,
   )
   return dq.astype(q_KGRTD.dtype), dk, dv, accumulator
 
@@ -337,7 +380,7 @@ def row_delta(d_out, out, d_lse=None):
 
 def backward_rows(
     rows: QueryRows, k_KGSD, v_KGSD, prefix: PrefixLayer, *, accumulator=None,
-    stripe=Stripe(), window=None, kernel=None, blocks=None,
+    stripe=Stripe(), window=None, kernel=None, blocks=None, band=None,
 ):
   """`backward` from δ instead of the output, for queries of all devices.
 
@@ -352,6 +395,7 @@ def backward_rows(
     window: as in `forward`.
     kernel: as in `forward`.
     blocks: as in `forward`.
+    band: as in `backward`. With a band the loops are run.
 
   Returns:
     As `backward`, but dq is at least float32, and only the part that the keys
@@ -360,10 +404,12 @@ def backward_rows(
   # exp(score − ∞) = 0: a query that saw no key has no gradient.
   rows = rows._replace(lse=jnp.where(rows.lse == -jnp.inf, jnp.inf, rows.lse))
   size, lowest_N = _reach(window, rows.q)
-  by_loops = kernel is None or window is not None or blocks is not None
+  masked = any(x is not None for x in (window, blocks, band))
+  by_loops = kernel is None or masked
   segment = rows, k_KGSD, v_KGSD, stripe
   if by_loops:
-    dq, dk, dv = loops.segment_backward(*segment, size, blocks)
+    reach = None if band is None else band.segment
+    dq, dk, dv = loops.segment_backward(*segment, size, blocks, reach)
   else:
     dq, dk, dv = stretches.segment_backward(kernel, *segment)
   if prefix.state[0].shape[2]:
@@ -375,9 +421,33 @@ def backward_rows(
         rows.delta.reshape(heads, -1),
     )
     arguments = flat, *prefix, accumulator
-    if by_loops:
+    if band is not None:
+      dq_rows, accumulator = _banded(band, *arguments, rows.q.shape)
+    elif by_loops:
       dq_rows, accumulator = loops.prefix_backward(*arguments, lowest_N)
     else:
       dq_rows, accumulator = stretches.prefix_backward(kernel, *arguments)
     dq = dq + dq_rows.reshape(dq.shape)
   return dq, dk, dv, accumulator
+
+
+def _banded(
+    band: Band, flat: QueryRows, state, layer, length, accumulator, shape
+):
+  """The prefix part of `backward_rows` with a band, and no window.
+
+  The sinks are a short prefix that all queries reach. What is left of the band
+  is a window that begins behind the sinks at the earliest.
+  """
+  lowest_GT = jnp.maximum(band.lowest_GT, band.sinks)
+  lowest_GRT = jnp.broadcast_to(lowest_GT[:, None], shape[1:4])
+  dq, accumulator = loops.prefix_backward(
+      flat, state, layer, length, accumulator, lowest_GRT.reshape(-1)
+  )
+  size = min(band.size, state[0].shape[2])
+  if size:
+    of_sinks, accumulator = loops.sinks_backward(
+        flat, state, layer, jnp.minimum(band.sinks, length), size, accumulator
+    )
+    dq += of_sinks
+  return dq, accumulator

@@ -6,6 +6,7 @@
 """
 
 import chex
+from jax import lax
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
@@ -13,7 +14,7 @@ from branch_replay import config as config_lib
 
 def causal(
     q_KGRTD, k_KGTD, v_KGTD, *, window=None, block=None, start=0,
-    lengths_G=None,
+    lengths_G=None, lowest_GT=None, sinks=0,
 ):
   """Causal grouped-query attention of whole sequences.
 
@@ -26,6 +27,7 @@ def causal(
       of their own block. None for causal attention.
     start: i32 scalar, first token of the first block.
     lengths_G: i32, real tokens of each sequence; None for all.
+    lowest_GT, sinks: as in `attention.replay_attention`.
 
   Returns:
     out_KGRTD in the dtype of the queries.
@@ -34,7 +36,8 @@ def causal(
   nothing_KPD = jnp.zeros((heads, 0, head_dim), k_KGTD.dtype)
   out_KGRTD, _ = replay_attention(
       q_KGRTD, k_KGTD, v_KGTD, nothing_KPD, nothing_KPD, 0, window=window,
-      block=block, start=start, lengths_G=lengths_G,
+      block=block, start=start, lengths_G=lengths_G, lowest_GT=lowest_GT,
+      sinks=sinks,
   )
   return out_KGRTD
 
@@ -51,6 +54,8 @@ def replay_attention(
     window=None,
     block=None,
     start=0,
+    lowest_GT=None,
+    sinks=0,
 ):
   """Reference of `attention.replay_attention`: same arguments and results.
 
@@ -93,6 +98,14 @@ def replay_attention(
   seen = seen[None, :, None]
 
   logits = jnp.concatenate([to_prefix, to_segment], axis=-1) * scale
+  sends = True
+  if lowest_GT is not None:
+    at = jnp.concatenate(
+        [jnp.arange(positions), prefix_length + jnp.arange(tokens)]
+    )[None, None]
+    sends = (at >= lowest_GT[..., None]) | (at < sinks)
+    sends = sends[None, :, None]
+    logits = jnp.where(sends, logits, lax.stop_gradient(logits))
   logits = jnp.where(seen, logits, -jnp.inf)
   top = jnp.max(logits, axis=-1, keepdims=True)
   # A row that sees nothing: shift by 0 and divide by 1, for finite gradients.
@@ -104,15 +117,20 @@ def replay_attention(
   lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)[..., 0]
 
   probs = (weights / total).astype(v_KGTD.dtype)
-  out = jnp.einsum(
-      "kgrtp,kpd->kgrtd",
-      probs[..., :positions],
-      prefix_v_KPD,
-      preferred_element_type=dtype,
-  ) + jnp.einsum(
-      "kgrts,kgsd->kgrtd",
-      probs[..., positions:],
-      v_KGTD,
-      preferred_element_type=dtype,
-  )
+
+  def weighted(probs, prefix_v_KPD, v_KGTD):
+    return jnp.einsum(
+        "kgrtp,kpd->kgrtd", probs[..., :positions], prefix_v_KPD,
+        preferred_element_type=dtype,
+    ) + jnp.einsum(
+        "kgrts,kgsd->kgrtd", probs[..., positions:], v_KGTD,
+        preferred_element_type=dtype,
+    )
+
+  out = weighted(jnp.where(sends, probs, 0), prefix_v_KPD, v_KGTD)
+  if lowest_GT is not None:  # the same numbers, without their values' cotangent
+    out += weighted(
+        jnp.where(sends, 0, probs), lax.stop_gradient(prefix_v_KPD),
+        lax.stop_gradient(v_KGTD),
+    )
   return out.astype(q_KGRTD.dtype), lse

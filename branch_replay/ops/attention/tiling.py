@@ -176,6 +176,24 @@ class Blocks(NamedTuple):
     return jnp.where(key < self.start, key, self.start + block * self.size)
 
 
+class Reach(NamedTuple):
+  """To which keys of a segment its queries send cotangents; see `op.Band`.
+
+  Attributes:
+    lowest_GT: i32, the first token whose key each query reaches.
+    sinks: i32 scalar; every query also reaches the first so many tokens.
+  """
+
+  lowest_GT: jax.Array
+  sinks: jax.Array | int
+
+  def padded(self, length: int) -> "Reach":
+    """With queries of padding, which reach no key but the sinks'."""
+    return self._replace(
+        lowest_GT=pad(self.lowest_GT, 1, length, value=length)
+    )
+
+
 class Causal(NamedTuple):
   """The lower triangle of a segment's scores, cut into tiles by `causal`.
 
@@ -221,6 +239,19 @@ class Causal(NamedTuple):
     if window is not None:
       seen &= query[:, None] - key[None, :] < window
     return jnp.tile(seen, (self.repeats, 1))
+
+  def reached(self, i, j, reach: Reach, offset, branch):
+    """[R·row, column]: which keys of tile j the rows of tile i reach.
+
+    Also returns whether any token of tile j is reached by any row of tile i.
+    """
+    lowest = read(reach.lowest_GT, (branch, i * self.row), self.row)
+    key = (j * self.column + jnp.arange(self.column)) * self.stride + offset
+    reached = (key[None] >= lowest[:, None]) | (key[None] < reach.sinks)
+    tokens = self.row * self.rows_per_column
+    some = jnp.min(lowest) < (j + 1) * tokens
+    some |= j * tokens < reach.sinks
+    return jnp.tile(reached, (self.repeats, 1)), some
 
   def columns(self, i, window=None, blocks=None):
     """(first, end) of the column tiles with keys that row tile i sees."""
