@@ -103,12 +103,19 @@ def _two_hops_prompt(pretrained, text, tokens, early, late):
 def _group(pretrained, case: Case, texts):
   if case.kind == "two hops":
     return two_hops(pretrained, case, texts[case.document])
-  shape = (case.document, case.seed, case.prompt_tokens, case.tail_tokens,
-           case.branches, "random")
-  group, advantages_G, _ = bias_sweep.group_of(
-      pretrained, bias_sweep.Case(*shape), texts
-  )
-  return group, advantages_G
+  error = None
+  # Not every length can be had of every text: then one or two tokens less.
+  for tokens in range(case.prompt_tokens, case.prompt_tokens - 8, -1):
+    shape = (case.document, case.seed, tokens, case.tail_tokens, case.branches,
+             "random")
+    try:
+      group, advantages_G, _ = bias_sweep.group_of(
+          pretrained, bias_sweep.Case(*shape), texts
+      )
+      return group, advantages_G
+    except ValueError as refused:
+      error = refused
+  raise error
 
 
 def study(config, pretrained, case: Case, texts, parts) -> dict:

@@ -62,7 +62,7 @@ def extend(spec: Spec, params, state, tokens, length):
   at = run.first + jnp.arange(tokens.size)
   at = jnp.where(at < length, at, state.capacity)
   return dataclasses.replace(
-      state, length=length, saved=None, kept=None,
+      state, length=length, saved=None, kept=None, attended={},
       tokens=state.tokens.at[at].set(tokens, mode="drop"),
   )
 
@@ -150,7 +150,8 @@ def _capture(spec, capacity, params, group, version):
   capacity = -(-capacity // devices) * devices
   state = dataclasses.replace(
       state_lib.empty(
-          spec.config, chunks.capacity, version, devices, room=capacity
+          spec.config, chunks.capacity, version, devices, room=capacity,
+          keep_attention=spec.keeps_attention,
       ),
       tokens=jnp.pad(group.prompt[:-1], (0, chunks.capacity - positions)),
       length=group.prompt_length - 1,

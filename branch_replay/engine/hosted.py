@@ -40,7 +40,9 @@ class Hosted:
   Attributes:
     progress: whether to show a progress bar.
     offload: whether the prefix state and its cotangent stay in the host's
-      memory and only one layer at a time is on the device. Every step then
+      memory and only one layer at a time is on the device (outputs of
+      attention that are kept, `Schedule.keep_attention`, stay on the device).
+      Every step then
       copies the whole state to the device, and in "exact" the cotangent there
       and back.
   """

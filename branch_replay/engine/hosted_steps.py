@@ -44,7 +44,8 @@ def empty(spec, capacity, params):
   """Makes an empty state."""
   def here(_):
     return state_lib.empty(
-        spec.config, capacity, devices=spec.layout.devices
+        spec.config, capacity, devices=spec.layout.devices,
+        keep_attention=spec.keeps_attention,
     )
 
   return spec.layout.over(here, ("params",), spec.state)(params)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 from typing import get_args
 
+import jax
 import jax.numpy as jnp
 
 from branch_replay import checks
@@ -47,6 +48,11 @@ class Schedule:
       when it is popped; "recompute_layers" runs each layer again when the
       backward pass reaches it; None takes the first of these that fits
       `memory_budget`.
+    keep_attention: whether the outputs of attention to the prefix are kept from
+      the time a chunk is pushed, heads · (head_dim + 1) numbers a position and
+      layer, so that popping it does not attend to the whole prefix again. It is
+      not needed where "keep" holds all activations. None decides by
+      `memory_budget` where that decides on `activations`, and is False else.
     memory_budget: bytes of activations that a device may hold; read if
       `activations` is None.
     accumulator_dtype: dtype of the accumulated cotangent of the prefix state;
@@ -64,6 +70,7 @@ class Schedule:
   chunk_size: int = 1024
   branches_at_once: int | None = None
   activations: Activations | None = None
+  keep_attention: bool | None = None
   memory_budget: int = 4 << 30
   accumulator_dtype: str | None = None
   readout_tokens: int = 1024
@@ -76,6 +83,8 @@ class Schedule:
       if value is not None or field != "branches_at_once":
         checks.integer(value, field, 1)
     checks.integer(self.memory_budget, "memory_budget", 0)
+    if self.keep_attention is not None:
+      checks.flag(self.keep_attention, "keep_attention")
     checks.instance(
         self.layout, "layout", layout_lib.Layout,
         "sharding.sharded(params) makes one for several devices.",
@@ -90,11 +99,11 @@ class Schedule:
           f"{', '.join(get_args(Activations))} or None."
       )
 
-  def policy(
+  def settled(
       self, config: config_lib.ModelConfig, prefix: int, row_tokens: int,
       held_tokens: int,
-  ) -> Activations:
-    """Chooses the activation policy.
+  ) -> "Schedule":
+    """Returns the schedule with `activations` and `keep_attention` chosen.
 
     Args:
       config: geometry of the model.
@@ -106,17 +115,30 @@ class Schedule:
         between the forward and the backward pass of `replay`.
 
     Returns:
-      `activations` if it is set, else the first policy that fits the budget.
+      It as it is if `activations` is set. Else with the first policy that fits
+      the budget, and with outputs of attention if they still fit beside it.
     """
     if self.activations is not None:
-      return self.activations
-    token = layers_bytes(config) / self.layout.devices
+      keep = self.keep_attention and self.activations != "keep"
+      return dataclasses.replace(self, keep_attention=bool(keep))
+    budget, devices = self.memory_budget, self.layout.devices
     segment_tokens = max(row_tokens, min(prefix, self.chunk_size))
-    if token * (prefix + held_tokens) <= self.memory_budget:
-      return "keep"
-    if token * segment_tokens <= self.memory_budget:
-      return "recompute"
-    return "recompute_layers"
+    held = {
+        "keep": layers_bytes(config) * (prefix + held_tokens),
+        "recompute": layers_bytes(config) * segment_tokens,
+        "recompute_layers": input_bytes(config) * segment_tokens,
+    }
+    policy = next(
+        (name for name, size in held.items() if size <= budget * devices),
+        "recompute_layers",
+    )
+    outputs = attended_bytes(config) * prefix
+    keep = self.keep_attention
+    if keep is None:
+      keep = 0 < outputs <= budget * devices - held[policy]
+    return dataclasses.replace(
+        self, activations=policy, keep_attention=keep and policy != "keep"
+    )
 
 
 def layers_bytes(config: config_lib.ModelConfig) -> int:
@@ -136,6 +158,19 @@ def input_bytes(config: config_lib.ModelConfig) -> int:
       * (config.width * itemsize + _choices_bytes(config, part.experts))
       for part in pattern.parts(config)
   )
+
+
+def attended_bytes(config: config_lib.ModelConfig) -> int:
+  """Bytes that one token's outputs of attention take in all layers, if kept.
+  """
+  found = 0
+  for part in pattern.parts(config):
+    for kind in part.kinds:
+      mixer = kinds.of(config, kind)
+      if mixer.attends:
+        zeros = jax.eval_shape(lambda m=mixer: m.attended_zeros(part.count, 1))
+        found += sum(x.size * x.dtype.itemsize for x in zeros)
+  return found
 
 
 def stage_bytes(

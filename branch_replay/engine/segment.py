@@ -36,11 +36,13 @@ class Kept(NamedTuple):
     choices_Nk: the experts that each token chose; None without experts.
     stages: the inputs of the layer's later stages, with which no matrix product
       is computed twice. None to run the layer again with the same experts.
+    attended: outputs of attention to use when it is run again, or None.
   """
 
   x_GTM: jax.Array
   choices_Nk: jax.Array | None
   stages: Any = None  # _Stages
+  attended: Any = None
 
 
 class _Stages(NamedTuple):
@@ -59,10 +61,13 @@ class Present(NamedTuple):
       and values, each [L, K, G, T, D].
     choices: the experts each token chose, i32[L, 1, G, T, k]; empty in stacks
       without experts.
+    attended: outputs of attention, arrays [L, K, G, T, D]; empty unless they
+      are kept.
   """
 
   mixer: Any
   choices: Any
+  attended: Any
 
 
 class Balance(NamedTuple):
@@ -104,6 +109,8 @@ class Context(NamedTuple):
       all are real.
     choices: the experts to use when one row is run again, [L, 1, T, k] by
       stack; None lets the router choose.
+    attended: outputs of attention to use when one row is run again, arrays
+      [L, K, T, D] by stack; None attends to the prefix.
     balance: cotangents of a load-balance term for the backward pass; None
       without such a term.
     blocks: `tiling.Blocks`, if tokens see later ones of their block; or None.
@@ -115,6 +122,7 @@ class Context(NamedTuple):
   positions_GT: jax.Array
   lengths_G: jax.Array | None = None
   choices: Any = None
+  attended: Any = None
   balance: Balance | None = None
   blocks: Any = None
   reach: Reach | None = None
@@ -177,10 +185,17 @@ def layer_forward(config, kind, params, x_GTM, mix, choices_Nk=None):
 
 
 def _replay_layer(
-    config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix
+    config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix,
+    attended=None,
 ):
-  """Runs one layer on a prefix: (y_GTM, present, choices_Nk, stages)."""
+  """Runs one layer on a prefix: (y_GTM, present, choices_Nk, stages).
+
+  With the outputs of attention given, there is no `present`.
+  """
   def mix(params, mixed):
+    if attended:
+      out, of_mixer = kinds.of(config, kind).given(attended)
+      return out, (None, of_mixer)
     at = mixer_lib.OnPrefix(layout, layer, context, prefix)
     out, present, of_mixer = kinds.of(config, kind).forward(at, params, mixed)
     return out, (present, of_mixer)
@@ -198,10 +213,11 @@ def _layer_backward(
     accumulator, popped, seed_E,
 ):
   """Pulls back one layer: (dx_GTM, its gradients, accumulator)."""
-  x_GTM, choices_Nk, stages = kept
+  x_GTM, choices_Nk, stages, attended = kept
   if stages is None:
     *_, stages = _replay_layer(
-        config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix
+        config, kind, layout, params, x_GTM, choices_Nk, layer, context, prefix,
+        attended,
     )
   projected, out, of_mixer, h_GTM, expanded = stages
   grads = {}
@@ -253,6 +269,7 @@ def forward(
     layout: Layout,
     keep: str | None,
     present: bool = False,
+    keep_attention: bool = False,
 ):
   """Runs a segment through all layers.
 
@@ -266,22 +283,24 @@ def forward(
       "inputs" those of whole layers, which `backward` then runs again; None
       nothing.
     present: whether to return what the segment leaves behind.
+    keep_attention: whether that includes the outputs of attention.
 
   Returns:
     y_GTM before the final norm; the `Present`, or None; and the `Kept` of each
     stack, or None.
   """
-  def layer(x_GTM, part, place, index, params, chosen, prefix):
+  def layer(x_GTM, part, place, index, params, chosen, attended, prefix):
     params = layout.gather(part.path(place), params)
     given = context.choices is not None and part.experts
     choices_Nk = chosen.reshape(-1, chosen.shape[-1]) if given else None
     prefix, at = host_memory.fetch(prefix, index)
     y_GTM, new, choices_Nk, stages = _replay_layer(
         config, part.kinds[place], layout, params, x_GTM, choices_Nk, at,
-        context, prefix,
+        context, prefix, attended,
     )
     kept = {
-        None: None, "inputs": Kept(x_GTM, choices_Nk),
+        None: None,
+        "inputs": Kept(x_GTM, choices_Nk, attended=attended or None),
         "stages": Kept(x_GTM, choices_Nk, stages),
     }[keep]
     left = None
@@ -289,26 +308,28 @@ def forward(
       chosen = {}
       if part.experts:
         chosen = choices_Nk.reshape(1, *x_GTM.shape[:2], -1)
-      left = Present(new, chosen)
+      outputs, mixer = (), kinds.of(config, part.kinds[place])
+      if keep_attention and mixer.attends:
+        outputs = mixer.attended(stages.out, stages.of_mixer)
+      left = Present(new, chosen, outputs if keep_attention else {})
     return y_GTM, (left, kept)
 
   lefts, kepts = [], []
-  for part, stacks, chosen, prefixes in zip(
+  for part, stacks, chosen, attended, prefixes in zip(
       pattern.parts(config), pattern.split(config, layer_params),
-      pattern.split(config, {} if context.choices is None else context.choices),
+      pattern.split(config, context.choices or {}),
+      pattern.split(config, context.attended or {}),
       pattern.split(config, context.prefix), strict=True,
   ):
     def turn(x_GTM, inputs, part=part, prefixes=prefixes):
-      index, stacks, chosen = inputs
+      index, *inputs = inputs
       found = []
-      for place, of_place in enumerate(
-          zip(stacks, chosen, prefixes, strict=True)
-      ):
+      for place, of_place in enumerate(zip(*inputs, prefixes, strict=True)):
         x_GTM, of_layer = layer(x_GTM, part, place, index, *of_place)
         found.append(of_layer)
       return x_GTM, found
 
-    inputs = jnp.arange(part.count), stacks, chosen
+    inputs = jnp.arange(part.count), stacks, chosen, attended
     x_GTM, found = lax.scan(turn, x_GTM, inputs)
     lefts.append([left for left, _ in found])
     kepts.append([kept for _, kept in found])

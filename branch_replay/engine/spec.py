@@ -87,6 +87,11 @@ class Spec:
     return self.prefix_gradient in ("exact", "banded", "sampled")
 
   @property
+  def keeps_attention(self) -> bool:
+    """Whether outputs of attention are kept of what is pushed."""
+    return bool(self.schedule.keep_attention) and self.accumulates
+
+  @property
   def layout(self) -> layout_lib.Layout:
     schedule = self.schedule
     return dataclasses.replace(
@@ -129,15 +134,14 @@ class Spec:
     return min(self.schedule.branches_at_once or branches, branches)
 
   def settled(self, prefix: int, row_tokens: int, held_tokens: int) -> "Spec":
-    """Returns the spec with an activation policy, chosen by `Schedule.policy`.
+    """Returns the spec with what the schedule left open, see `Schedule.settled`.
 
     Args:
-      prefix, row_tokens, held_tokens: as in `Schedule.policy`.
+      prefix, row_tokens, held_tokens: as in `Schedule.settled`.
     """
-    policy = self.schedule.policy(
+    return dataclasses.replace(self, schedule=self.schedule.settled(
         self.config, prefix, row_tokens, held_tokens
-    )
-    return self.with_policy(policy)
+    ))
 
   def with_policy(self, policy: str) -> "Spec":
     """The spec with this activation policy."""

@@ -40,6 +40,9 @@ class PrefixState:
       a state whose chunks cannot be popped.
     choices: the experts that each position chose, i32[L, 1, P, k] by stack, so
       that a chunk is run again with the same ones; empty without experts.
+    attended: the outputs of attention of every position, by stack, so that a
+      chunk that is popped need not attend to the prefix again; see
+      `Mixer.attended`. Empty unless the schedule keeps them.
     devices: how many devices the positions are dealt to; position p is on
       device p mod devices, and the arrays hold one device after the other.
     model: `fingerprint.of_config` of the model that captured it; None if the
@@ -54,6 +57,7 @@ class PrefixState:
   kept: object = None
   saved: Any = None
   choices: Any = dataclasses.field(default_factory=dict)
+  attended: Any = dataclasses.field(default_factory=dict)
   devices: int = dataclasses.field(default=1, metadata=dict(static=True))
   model: tuple | None = dataclasses.field(
       default=None, metadata=dict(static=True)
@@ -109,7 +113,7 @@ def chunks(positions: int, at_most: int, multiple: int = 1) -> Chunks:
 
 def empty(
     config: config_lib.ModelConfig, capacity: int, version=0,
-    devices: int = 1, *, room: int = 0,
+    devices: int = 1, *, room: int = 0, keep_attention: bool = False,
 ) -> PrefixState:
   """Makes one device's share of an empty state with room for `capacity`.
 
@@ -119,6 +123,7 @@ def empty(
     version: u32 that marks the parameters, see `PrefixState`.
     devices: how many devices share the state.
     room: the largest capacity that `resize` will give it later.
+    keep_attention: whether it has `attended`.
   """
   sizes = sizes_lib.Sizes(
       capacity // devices, max(room, capacity) // devices, devices
@@ -135,8 +140,17 @@ def empty(
           [_no_choices(config, part, sizes.here)] * len(part.kinds)
           for part in pattern.parts(config)
       ]),
+      attended=_no_outputs(config, sizes.here) if keep_attention else {},
       devices=devices,
   )
+
+
+def _no_outputs(config: config_lib.ModelConfig, here: int):
+  def of(kind, count):
+    mixer = kinds.of(config, kind)
+    return mixer.attended_zeros(count, here) if mixer.attends else ()
+
+  return pattern.build(config, of)
 
 
 def _no_choices(config: config_lib.ModelConfig, part, here: int):
@@ -178,22 +192,22 @@ def seen(config: config_lib.ModelConfig, mixer):
   )
 
 
-def chosen(state: PrefixState, start, size: int, end: int):
-  """Slices the experts that a chunk's positions chose from a state's `choices`.
+def of_chunk(arrays, start, size: int, end: int):
+  """Slices a chunk's positions from a state's `choices` or `attended`.
 
   Args:
-    state: the prefix state.
+    arrays: the field of the state, arrays [L, K, P, D].
     start: first position of the chunk on this device.
     size: positions of the chunk on this device.
     end: where the last chunk ends on this device; this may be past the state's
       capacity if the state was captured in chunks of another size.
   """
-  def part(x_L1Pk):
-    room = max(0, end - x_L1Pk.shape[2])
-    padded = jnp.pad(x_L1Pk, ((0, 0), (0, 0), (0, room), (0, 0)))
+  def part(x_LKPD):
+    room = max(0, end - x_LKPD.shape[2])
+    padded = jnp.pad(x_LKPD, ((0, 0), (0, 0), (0, room), (0, 0)))
     return jax.lax.dynamic_slice_in_dim(padded, start, size, axis=2)
 
-  return jax.tree.map(part, state.choices)
+  return jax.tree.map(part, arrays)
 
 
 def push(
@@ -214,11 +228,13 @@ def push(
       ),
       state.mixer, present.mixer,
   )
-  choices = jax.tree.map(
+  choices, attended = jax.tree.map(
       lambda x, new: places_lib.push((x,), (new,), chunk)[0],
-      state.choices, present.choices,
+      (state.choices, state.attended), (present.choices, present.attended),
   )
-  return dataclasses.replace(state, mixer=mixer, choices=choices)
+  return dataclasses.replace(
+      state, mixer=mixer, choices=choices, attended=attended
+  )
 
 
 def save(config: config_lib.ModelConfig, mixer, size: int):
@@ -319,7 +335,8 @@ def extend(
 ) -> PrefixState:
   """Appends tokens that are never popped, as `push` does for a chunk.
 
-  Any number of tokens may be appended; padding is not written.
+  Any number of tokens may be appended; padding is not written. `attended` is
+  not kept up.
   """
   mixer = pattern.over(
       config,
@@ -381,7 +398,7 @@ def sharing_of(devices: int) -> PrefixState:
     devices: how many devices share the state.
   """
   return PrefixState(
-      "mixer", "all", "all", "all", None, "stacked", "mixer", devices
+      "mixer", "all", "all", "all", None, "stacked", "mixer", "mixer", devices
   )
 
 
@@ -419,7 +436,10 @@ def resize(
           state.mixer,
       ),
       tokens=jnp.pad(state.tokens, (0, room))[:capacity],
-      choices=jax.tree.map(
-          lambda x: places_lib.fit((x,), here)[0], state.choices
-      ),
+      **{
+          name: jax.tree.map(
+              lambda x: places_lib.fit((x,), here)[0], getattr(state, name)
+          )
+          for name in ("choices", "attended")
+      },
   )

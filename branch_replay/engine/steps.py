@@ -73,7 +73,8 @@ def push(spec: Spec, params, state, run: Run, *, keep: str | None = None):
   """
   context = _context(spec, state, run, Action.PUSH)
   y_RSM, present, stages = _forward(
-      spec, params, run, context, keep=keep, present=True
+      spec, params, run, context, keep=keep, present=True,
+      keep_attention=bool(state.attended),
   )
   size = run.tokens_RS.shape[1] // spec.layout.devices
   saved = state_lib.save(spec.config, state.mixer, size)
@@ -148,7 +149,7 @@ def pop(
     state: the state that includes the run.
     saved: what `push` returned of the state before the run.
     kept: activations that `push` kept; None runs it again, with the same
-      experts.
+      experts, and with the outputs of attention if the state has them.
     pull: turns the run's own outputs into their cotangent; None if the run has
       no outputs.
     draw: inputs to the draw, for a run that "sampled" may leave out; else None.
@@ -174,9 +175,11 @@ def pop(
   )
   if kept is None:
     size = run.tokens_RS.shape[1] // spec.layout.devices
-    context = context._replace(choices=state_lib.chosen(
-        state, chunk.start, size, state_lib.places(config, accumulator)
-    ))
+    choices, attended = state_lib.of_chunk(
+        (state.choices, state.attended), chunk.start, size,
+        state_lib.places(config, accumulator),
+    )
+    context = context._replace(choices=choices, attended=attended)
 
   def pull_back(grads, accumulator):
     outer = None if pull is None else spec.outer(params)
@@ -221,8 +224,8 @@ def count(spec: Spec, params, counts, state, run: Run):
 def count_pushed(spec: Spec, counts, state, run: Run):
   """As `count`, for the run pushed last; reads its experts from the state."""
   chunk, tokens = _chunk(spec, run), run.tokens_RS.shape[1]
-  chosen = state_lib.chosen(
-      state, chunk.start, tokens // spec.layout.devices, 0
+  chosen = state_lib.of_chunk(
+      state.choices, chunk.start, tokens // spec.layout.devices, 0
   )
   chosen = jax.tree.map(lambda x_L1Ck: x_L1Ck[:, :, None], chosen)
   context = _context(spec, state, run, Action.PUSH)
@@ -274,13 +277,16 @@ def _there_and_back(
   return grads, accumulator, outputs, extra
 
 
-def _forward(spec, params, run, context, *, keep, present=False):
+def _forward(
+    spec, params, run, context, *, keep, present=False, keep_attention=False
+):
   """Embeds this device's tokens of a run and calls `segment.forward`."""
   tokens_RS = spec.layout.mine(run.tokens_RS, 1)
   return segment.forward(
       spec.config, params["layers"],
       segment.embed(spec.config, params, tokens_RS, spec.layout), context,
       layout=spec.layout, keep=keep, present=present,
+      keep_attention=keep_attention,
   )
 
 

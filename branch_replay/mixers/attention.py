@@ -29,7 +29,7 @@ class FullAttention(mixer.Mixer):
 
   positional, recurrent = True, False
   stage, takes = "rotate", 3
-  transposes = True
+  transposes = attends = True
 
   @property
   def rope(self) -> tuple[float, config_lib.RopeScaling | None]:
@@ -211,6 +211,30 @@ class FullAttention(mixer.Mixer):
         (dq, dk.astype(k.dtype), dv.astype(v.dtype))
     )
     return d_mixed, d_params, accumulator
+
+  def attended(self, out, extra):
+    """Outputs and log-sum-exps, with the query heads as one axis."""
+    heads = self.config.num_heads
+    return (
+        out.reshape(heads, 1, *out.shape[3:]),
+        extra.reshape(heads, 1, extra.shape[3], 1),
+    )
+
+  def given(self, attended):
+    out, lse = attended
+    heads, _ = self.slot_shape
+    return (
+        out.reshape(heads, 1, -1, *out.shape[1:]),
+        lse.reshape(heads, 1, -1, lse.shape[1]),
+    )
+
+  def attended_zeros(self, count, slots):
+    dtype = self.config.compute_dtype
+    shape = count, self.config.num_heads, slots
+    return (
+        jnp.zeros((*shape, self.slot_shape[1]), dtype),
+        jnp.zeros((*shape, 1), config_lib.at_least_float32(dtype)),
+    )
 
   def cache(self, count, branches, tokens, stack):
     """Makes zeros for the keys and values of each branch's own tokens."""

@@ -92,6 +92,8 @@ class Mixer(abc.ABC):
     stage: the name of the parameters of `mix` among those of the layer.
     takes: how many of the projections are mixed, the first ones. `join` takes
       the others.
+    attends: whether it is attention to all positions of the prefix, so that a
+      state may keep its outputs; see `attended`.
     geometry: the field of `ModelConfig` that layers of this kind need and other
       layers must not have, "window", "delta" or "latent"; None for none.
     transposes: whether all matrices called "kernel" are those of
@@ -108,6 +110,7 @@ class Mixer(abc.ABC):
   recurrent: ClassVar[bool]
   stage: ClassVar[str]
   takes: ClassVar[int]
+  attends: ClassVar[bool] = False
   geometry: ClassVar[str | None] = None
   transposes: ClassVar[bool] = False
 
@@ -282,6 +285,29 @@ class Mixer(abc.ABC):
       Cotangents of the projections in `mixed`, those of `params`, and the
       updated accumulator.
     """
+
+  def attended(self, out, extra):
+    """Arranges outputs of `forward` so that a state can keep them by position.
+
+    Only for a mixer that `attends`, as the next two.
+
+    Args:
+      out: the first result of `forward`, for a segment of one row.
+      extra: the third.
+
+    Returns:
+      Arrays [K, 1, C, D] like those that are left behind, K and D any numbers.
+    """
+    raise NotImplementedError
+
+  def given(self, attended):
+    """Undoes `attended`: returns (out, extra) of arrays [K, C, D]."""
+    raise NotImplementedError
+
+  def attended_zeros(self, count: int, slots: int):
+    """Zeros for what `attended` returns of L layers: arrays [L, K, slots, D].
+    """
+    raise NotImplementedError
 
   # Decoding.
 

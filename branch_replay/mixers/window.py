@@ -31,7 +31,7 @@ _Pair = tuple[jax.Array, jax.Array]  # keys and values, [L, K, slots, D]
 class SlidingWindow(full.FullAttention):
   """Every token attends to the last W positions, its own included."""
 
-  positional = False
+  positional = attends = False
   geometry = "window"
 
   @property

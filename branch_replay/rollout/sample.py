@@ -126,7 +126,7 @@ def sample(
   inputs = RolloutInputs(
       # Without what only learning reads: a state that has it would compile
       # every round again.
-      params, dataclasses.replace(state.unmarked(), kept=None),
+      params, dataclasses.replace(state.unmarked(), kept=None, attended={}),
       group.prompt[length - 1], key,
       jnp.asarray(stop_ids, jnp.int32), jnp.int32(max_tokens),
       None if layers is None else layers.parts,

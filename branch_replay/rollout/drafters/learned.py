@@ -211,7 +211,8 @@ def last_layer(state: state_lib.PrefixState) -> state_lib.PrefixState:
   """Reduces a captured state to the last layer, which is all the drafter reads.
   """
   return dataclasses.replace(
-      state, mixer=tuple(x[-1:] for x in state.mixer), kept=None, choices={}
+      state, mixer=tuple(x[-1:] for x in state.mixer), kept=None, choices={},
+      attended={},
   )
 
 

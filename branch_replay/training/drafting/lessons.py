@@ -129,5 +129,5 @@ def prompt_ids(lesson: Lesson) -> np.ndarray:
 def on_device(lesson: Lesson) -> state_lib.PrefixState:
   """Moves the captured prompt of a lesson to the default device."""
   return jax.tree.map(
-      jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None)
+      jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None, attended={})
   )
