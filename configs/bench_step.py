@@ -12,7 +12,9 @@ answers.
 
 Cost: a quarter of an hour and 6 GB of memory on two cores that do nothing else;
 may be interrupted and started again, cases that are done are not run again.
-`:tiny` takes a minute, most of it compilation.
+`:banded` sets `banded` beside `exact` and `stop`, with and without the outputs
+of attention kept from the capture; twenty minutes. `:tiny` takes a minute, most
+of it compilation.
 """
 
 from configs import variants
@@ -39,6 +41,16 @@ _FIELDS = {
     "repeats": 3, "seed": 0,
 }
 _VARIANTS = {
+    "banded": {
+        "model": variants.MEASURED_MODEL | {"max_positions": 131072},
+        "grid": (((2048, 4096, 8192, 16384), (8,), (64,)),),
+        # The third says that outputs of attention are kept of the prefix.
+        "variants": (
+            ("exact", "recompute", False), ("exact", "recompute", True),
+            ("banded", "recompute", False), ("banded", "recompute", True),
+            ("stop", "keep"),
+        ),
+    },
     "tiny": {
         "model": variants.TINY_MODEL,
         "grid": (((32, 64), (2,), (8,)),),

@@ -87,13 +87,15 @@ def left_out(config, shape: Shape, mode: str) -> str | None:
 
 def compiled(
     decoder, params, shape: Shape, mode: str, *, schedule: br.Schedule,
-    sampling: br.Sampling | None = None, seed: int = 0,
+    sampling: br.Sampling | None = None, band: br.Band | None = None,
+    seed: int = 0,
 ):
   """One gradient, compiled: () -> (Evaluation, grads), and its record."""
   _, branches, tail = shape
   function = br.value_and_grad(
       decoder, compare_backward.policy_gradient_loss, prefix_gradient=mode,
       schedule=schedule, sampling=sampling or br.Sampling(),
+      band=band or br.Band(),
   )
   rng = np.random.default_rng(seed)
   return timing.compiled(
@@ -114,6 +116,7 @@ def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
   run["flops"] = flops.gradient(
       model, prefix=prefix, branches=branches, tail=tail, mode=run["mode"],
       policy=run["activations"], share=share,
+      keep_attention=run.get("keep_attention", False),
   )
   run["useful_flops"] = useful_flops(model, shape, run["mode"], share)
   run["loss"] = float(evaluation.loss)
@@ -122,19 +125,25 @@ def count(run: dict, model: br.ModelConfig, shape: Shape, evaluation) -> None:
 def measure(config, decoder, params, shape: Shape, describe) -> dict:
   """A line of cases.jsonl; `describe` is told what is being done."""
   runs, functions = [], {}
-  for mode, policy in config.variants:
+  for mode, policy, *outputs in config.variants:
+    named = {"mode": mode, "activations": policy}
+    if outputs:
+      named["keep_attention"] = bool(*outputs)
     reason = left_out(config, shape, mode)
     if reason is not None:
-      runs.append({"mode": mode, "activations": policy, "left_out": reason})
+      runs.append(named | {"left_out": reason})
       continue
     describe(f"{mode}, {policy}: compiling")
     chunks = _chunks(config, shape)
     function, known = compiled(
         decoder, params, shape, mode, seed=config.seed,
-        schedule=br.Schedule(chunk_size=config.chunk_size, activations=policy),
+        schedule=br.Schedule(
+            chunk_size=config.chunk_size, activations=policy,
+            keep_attention=named.get("keep_attention"),
+        ),
         sampling=br.Sampling(chunks=max(1.0, config.sampled_share * chunks)),
     )
-    run_ = {"mode": mode, "activations": policy, "chunks": chunks, **known}
+    run_ = named | {"chunks": chunks, **known}
     evaluation, _ = jax.block_until_ready(function())
     count(run_, decoder.config, shape, evaluation)
     functions[len(runs)] = function
@@ -175,9 +184,12 @@ def relate(case: dict) -> None:
 
 
 def _check(config, model) -> None:
-  for mode, policy in config.variants:
+  for mode, policy, *outputs in config.variants:
     check_mode(mode)
-    br.Schedule(chunk_size=config.chunk_size, activations=policy)
+    br.Schedule(
+        chunk_size=config.chunk_size, activations=policy,
+        keep_attention=bool(*outputs),
+    )
   if len(set(config.variants)) < len(config.variants):
     raise ValueError(f"variants={config.variants}: name each once.")
   timing.check(config.repeats)

@@ -98,7 +98,8 @@ def reward(tokenizer, tail, text: str) -> float:
 
 
 def compiled(
-    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling
+    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling,
+    band: br.Band,
 ):
   """The gradient of one mode: () -> (Evaluation, grads), and what is known."""
   group = problem.group
@@ -108,20 +109,22 @@ def compiled(
   function = br.value_and_grad(
       problem.model, policy_gradient_loss, prefix_gradient=mode,
       schedule=schedule, readout=br.LogProbs(problem.temperature),
-      sampling=sampling,
+      sampling=sampling, band=band,
   )
   call, known = timing.compiled(function, *args, key=jax.random.key(0))
-  return call, describe(problem, mode, schedule, sampling) | known
+  return call, describe(problem, mode, schedule, sampling, band) | known
 
 
 def describe(
-    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling
+    problem: Problem, mode: str, schedule: br.Schedule, sampling: br.Sampling,
+    band: br.Band,
 ) -> dict:
   """The analytic half of a run's record."""
   branches, tail = problem.group.tails.shape  # padded, as they are run
   prefix = int(problem.group.prompt_length) - 1
   spec = spec_lib.of_group(
-      problem.model, problem.group, br.LogProbs(), mode, schedule, sampling
+      problem.model, problem.group, br.LogProbs(), mode, schedule, sampling,
+      band,
   )
   policy = spec.schedule.activations
   share = 1.0  # of the prefix's chunks, expected
@@ -137,6 +140,7 @@ def describe(
       "padded_tail_tokens": tail,
       "devices": schedule.layout.devices,
       "activations": policy,
+      "keep_attention": spec.keeps_attention,
       "branches_at_once": spec.at_once(branches),
       "chunk_size": schedule.chunk_size,
       "model_tokens": (
@@ -144,7 +148,8 @@ def describe(
       ),
       "flops": flops.gradient(
           problem.model.config, prefix=prefix, branches=branches, tail=tail,
-          mode=mode, policy=policy, share=share,
+          mode=mode, policy=policy, share=share, band=band,
+          keep_attention=spec.keeps_attention,
       ),
   }
 
@@ -251,6 +256,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
       config, branches_at_once=config.branches_at_once or None
   )
   sampling = br.Sampling(chunks=config.sampled_chunks)
+  band = br.Band(**config.band)
   if not config.temperature > 0:
     raise ValueError(
         f"temperature={config.temperature}: answers that are all alike teach "
@@ -273,7 +279,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict:
 
   with tqdm.tqdm(total=len(modes) * (1 + config.repeats), unit="step") as bar:
     measure(
-        modes, lambda mode: compiled(problem, mode, schedule, sampling),
+        modes, lambda mode: compiled(problem, mode, schedule, sampling, band),
         results["runs"], config.repeats, save, bar,
     )
   return record.finish(

@@ -283,6 +283,15 @@ class FullAttention(mixer.Mixer):
     d = self.config.num_heads * self.slot_shape[1]
     return 2 * d * (pairs(prefix + tokens) - pairs(prefix))
 
+  def banded_operations(self, tokens: int, window: int, sinks: int) -> int:
+    if not self.attends:
+      return self.operations(tokens, 0)
+    near = min(tokens, window)
+    beyond = tokens - near  # queries with positions before their window
+    few = min(beyond, sinks)
+    pairs = near * (2 * tokens - near) + few * (2 * beyond - few)
+    return 2 * self.config.num_heads * self.slot_shape[1] * pairs
+
   def stage_bytes(self) -> int:
     config = self.config
     itemsize = jnp.dtype(config.compute_dtype).itemsize

@@ -374,6 +374,17 @@ class Mixer(abc.ABC):
       prefix: positions before them.
     """
 
+  def banded_operations(self, tokens: int, window: int, sinks: int) -> int:
+    """As `operations` without a prefix, for a pass that is cut to a band.
+
+    Args:
+      tokens: tokens that are mixed.
+      window, sinks: see `engine.band`. A mixer that does not attend to all
+        positions is not cut.
+    """
+    del window, sinks
+    return self.operations(tokens, 0)
+
   @abc.abstractmethod
   def stage_bytes(self) -> int:
     """Bytes of a token's activations in one layer, for its backward pass.

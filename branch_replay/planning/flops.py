@@ -15,6 +15,7 @@ again. Padding, norms and softmax are not counted.
 """
 
 from branch_replay import config as config_lib
+from branch_replay.engine import band as band_lib
 from branch_replay.mixers import kinds
 from branch_replay.models import pattern
 
@@ -53,6 +54,26 @@ def _mixing(config, tokens, prefix):
   )
 
 
+def _attending(config, tokens):
+  """The part of `_mixing` whose outputs a state can keep."""
+  return sum(
+      part.count * kinds.of(config, kind).operations(tokens, 0)
+      for part in pattern.parts(config) for kind in part.kinds
+      if kinds.of(config, kind).attends
+  )
+
+
+def _banded(config, tokens, band):
+  """`_mixing` without a prefix, for a pass that is cut to a band."""
+  return sum(
+      part.count
+      * kinds.of(config, kind).banded_operations(
+          tokens, band.window, band.sinks
+      )
+      for part in pattern.parts(config) for kind in part.kinds
+  )
+
+
 def _backward(config, tokens, prefix, trainable):
   """2F; less for a frozen base, which needs no weight gradients."""
   weights = 2 if trainable == "all" else 1
@@ -70,6 +91,8 @@ def gradient(
     policy: str,
     share: float = 1.0,
     trainable: str = "all",
+    band: band_lib.Band = band_lib.Band(),
+    keep_attention: bool = False,
 ) -> int:
   """Counts the operations of one `value_and_grad` of one group.
 
@@ -78,10 +101,12 @@ def gradient(
     prefix: P, positions of the prefix: the prompt less one token.
     branches: G, tails of the group.
     tail: T, tokens that are run for a tail.
-    mode: "full", "exact", "sampled" or "stop".
+    mode: "full", "exact", "banded", "sampled" or "stop".
     policy: activation policy, see `schedule.Schedule.activations`.
     share: expected share of the prefix's chunks that "sampled" pulls back.
     trainable: "all" or "adapters"; the adapters' own products are not counted.
+    band: how far "banded" reaches.
+    keep_attention: see `schedule.Schedule`.
 
   Returns:
     Floating-point operations, head included.
@@ -98,8 +123,14 @@ def gradient(
     return branches * there_and_back(prefix + tail, 0, 1 + again) + head
   tails = branches * there_and_back(tail, prefix, 1 + again)
   forwards = {"keep": 0, "recompute": 1, "recompute_layers": 2}[policy]
-  popped = {"stop": 0, "exact": 1, "sampled": share}[mode]
-  prefix_pass = popped * there_and_back(prefix, 0, forwards)
+  popped = {"stop": 0, "exact": 1, "banded": 1, "sampled": share}[mode]
+  prefix_pass = there_and_back(prefix, 0, forwards)
+  if keep_attention:
+    prefix_pass -= forwards * _attending(config, prefix)
+  if mode == "banded":
+    whole, cut = _mixing(config, prefix, 0), _banded(config, prefix, band)
+    prefix_pass -= 2 * (whole - cut)
+  prefix_pass *= popped
   return round(forward(config, prefix, 0) + prefix_pass) + tails + head
 
 
@@ -114,7 +145,8 @@ def runs(
     shapes: (rows, tokens, prefix, pushed, read) of each run of its program:
       rows of so many tokens on so many positions, whether the run is pushed
       (part of an inner segment), and whether it has outputs.
-    mode: "full", "exact" or "stop".
+    mode: "full", "exact", "banded" or "stop". Of a banded tree attention is
+      counted as in "exact".
     policy, trainable: as in `gradient`.
 
   Returns:
@@ -126,7 +158,7 @@ def runs(
   total = 0
   for rows, tokens, prefix, pushed, read in shapes:
     forwards, pulled = 1 + again, True
-    if pushed and mode == "exact":
+    if pushed and mode in ("exact", "banded"):
       forwards = 1 + popped
     elif pushed and not read:  # "stop" pulls nothing back through it
       forwards, pulled = 1, False

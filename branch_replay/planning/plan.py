@@ -37,7 +37,7 @@ class Step:
     prefix: P, positions of the prefix.
     branches: G, tails of the group.
     tail: T, tokens of a tail.
-    mode: the `prefix_gradient`: "exact", "sampled" or "stop".
+    mode: the `prefix_gradient`: "exact", "banded", "sampled" or "stop".
     devices: number of devices that share parameters and tokens.
     chunk_size: most positions of the prefix that are run at a time.
     branches_at_once: tails that are run side by side.
@@ -59,6 +59,7 @@ class Step:
   chunk_size: int = 8192
   branches_at_once: int = 1
   activations: str = "recompute_layers"
+  keep_attention: bool = False
   accumulator_dtype: str | None = None
   moments_dtype: str = "float32"
   trainable: str = "all"
@@ -138,7 +139,12 @@ def _state_bytes(step: Step) -> int:
   saved = jax.eval_shape(
       lambda: state_lib.save(config, state.mixer, size // devices)
   )
-  return _bytes((state.mixer, state.choices)) + chunks * _bytes(saved)
+  outputs = 0
+  if step.keep_attention and step.mode != "stop":
+    outputs = math.ceil(step.prefix / devices) * schedule_lib.attended_bytes(
+        config
+    )
+  return _bytes((state.mixer, state.choices)) + chunks * _bytes(saved) + outputs
 
 
 def _accumulator(step: Step):
@@ -236,7 +242,7 @@ def work(step: Step) -> dict[str, float]:
   shape = dict(prefix=step.prefix, branches=step.branches, tail=step.tail)
   mine = flops.gradient(
       step.config, mode=step.mode, policy=step.activations,
-      trainable=step.trainable, **shape,
+      trainable=step.trainable, keep_attention=step.keep_attention, **shape,
   )
   full = flops.gradient(
       step.config, mode="full", policy=step.activations,

@@ -267,7 +267,7 @@ def phase_of(settings, name: str, model, task_of, schedule) -> phases_lib.Phase:
   def learner(algorithm: algorithms.Algorithm) -> learner_lib.Learner:
     return learner_lib.Learner(
         model, algorithm, optimizer, settings.prefix_gradient,
-        sampling=settings.sampled, schedule=schedule,
+        sampling=settings.sampled, band=settings.band, schedule=schedule,
         trainable="adapters" if settings.adapter.rank else "all",
         param_dtype=settings.param_dtype,
     )

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from branch_replay import checks
 from branch_replay.engine import balance
 from branch_replay.engine import gradients
 from branch_replay.engine import schedule as schedule_lib
+from branch_replay.engine.band import Band
 from branch_replay.engine.estimators import Sampling
 from branch_replay.engine.schedule import Schedule
 from branch_replay.models import adapters
@@ -62,6 +64,7 @@ class Learner:
     prefix_gradient: how the prefix is differentiated, as in
       `gradients.replay`.
     sampling: which chunks prefix_gradient="sampled" runs.
+    band: how far prefix_gradient="banded" reaches inside the prefix.
     schedule: sizes, policies and layout of the computation.
     trainable: "all" or "adapters".
     balance: coefficient of the load-balance term of mixtures of experts, as in
@@ -74,6 +77,7 @@ class Learner:
   optimizer: optax.GradientTransformation
   prefix_gradient: str = "exact"
   sampling: Sampling = Sampling()
+  band: Band = Band()
   schedule: Schedule = Schedule()
   trainable: adapters.Trainable = "all"
   balance: float = 0.0
@@ -82,6 +86,7 @@ class Learner:
   def __post_init__(self):
     step_lib.check_param_dtype(self.param_dtype)
     schedule_lib.check_mode(self.prefix_gradient)
+    checks.instance(self.band, "band", Band)
     adapters.check_trainable(self.trainable, self.model.config)
     balance.check(self.balance, self.model.config)
     proximal = isinstance(self.algorithm, algorithms.ProximalPolicy)
@@ -96,7 +101,7 @@ class Learner:
     return gradients.value_and_grad(
         self.model, self.algorithm.loss, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, sampling=self.sampling,
-        schedule=self.schedule, trainable=self.trainable, balance=self.balance,
+        band=self.band, schedule=self.schedule, trainable=self.trainable, balance=self.balance,
     )
 
   @functools.cached_property

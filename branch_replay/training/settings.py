@@ -12,6 +12,7 @@ from typing import Any
 from typing import ClassVar
 from typing import get_args
 
+from branch_replay.engine.band import Band
 from branch_replay.engine.estimators import Sampling
 from branch_replay.training import experience
 from branch_replay.training import loop
@@ -266,8 +267,9 @@ class RunSettings:
     phases: names of the phases, in their order; each is a field of its own.
     evaluation: how the run is evaluated.
     prefix_gradient: how the gradient reaches the prompt: "exact", "full",
-      "sampled" or "stop".
+      "banded", "sampled" or "stop".
     sampled: which chunks of the prompt "sampled" runs backward.
+    band: how far "banded" reaches back inside the prompt.
     schedule: sizes and policies of the computation; see `Schedule`.
     checkpoint_every: steps between two checkpoints.
     most_skipped: updates in a row that may be skipped because they are not
@@ -298,6 +300,7 @@ class RunSettings:
   evaluation: EvaluationSettings = EvaluationSettings()
   prefix_gradient: str = "exact"
   sampled: Sampling = Sampling()
+  band: Band = Band()
   schedule: Mapping[str, Any] = _empty()
   checkpoint_every: int = _RUN.checkpoint_every
   most_skipped: int = _RUN.most_skipped

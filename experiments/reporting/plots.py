@@ -11,7 +11,7 @@ import matplotlib
 # Of modes of the prefix's gradient.
 COLORS = {
     "full": "#555555", "exact": "#1b7f5c", "stop": "#c8553d",
-    "sampled": "#4060a0",
+    "sampled": "#4060a0", "banded": "#c9a227",
 }
 
 
