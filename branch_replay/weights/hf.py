@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import contextlib
 import functools
 import json
+import logging
 import os
 import pathlib
 import tempfile
@@ -25,6 +26,7 @@ from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
 from branch_replay.weights import hf_tensors
+from branch_replay.weights import hf_text
 from branch_replay.weights import hub
 from branch_replay.weights import pretrained as pretrained_lib
 from branch_replay.weights import stacking
@@ -41,8 +43,6 @@ _DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
 }
-# A buffer in older exports that the configuration determines.
-_IGNORED = "rotary_emb.inv_freq"
 
 
 def load_hf(
@@ -55,16 +55,18 @@ def load_hf(
 ) -> pretrained_lib.Pretrained:
   """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek model.
 
-  Supported are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next, and DeepSeek V2
-  and V3; of these only Qwen3-MoE may have experts. Families that store the
-  scales of norms minus 1 (Gemma 3, Qwen3.5, Qwen3-Next) have parameters that
-  are the scales minus 1 too: see `ModelConfig.norms_from_one`.
+  `hf_config.FAMILIES` lists the families, docs/models.md published models of
+  them. Families that store the scales of norms minus 1 (Gemma 3, Qwen3.5,
+  Qwen3-Next) have parameters that are the scales minus 1 too: see
+  `ModelConfig.norms_from_one`.
 
   Reads config.json and model.safetensors, or the shards that
   model.safetensors.index.json names; also generation_config.json if present,
   and the tokenizer files through `transformers`.
 
-  Of a model that reads images too (Gemma 3, Qwen3.5) the text part is loaded.
+  Of a model that reads images too (`hf_text.IMAGES`) the text part is loaded.
+  Its image part is left out, as are heads that predict later tokens, and
+  logged in one line.
 
   Args:
     directory: a directory as `transformers` writes it, or the name of a model
@@ -87,9 +89,9 @@ def load_hf(
   """
   directory = hub.folder(directory, revision=revision)
   whole = _read_json(directory, "config.json")
-  mapping = hf_config.text_part(whole)
+  mapping = hf_text.text_part(whole)
   with contextlib.ExitStack() as stack:
-    handles = _open_tensors(directory, stack)
+    handles = _open_tensors(directory, hf_text.namer(whole), stack)
     dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
     config = hf_config.config_from_hf(
         mapping,
@@ -143,9 +145,8 @@ class _Tensor(NamedTuple):
     return self.file.get_tensor(self.name)
 
 
-def _open_tensors(directory, stack) -> dict[str, _Tensor]:
-  """Tensors of the text part by their names in it, of one file or all shards.
-  """
+def _open_tensors(directory, own_name, stack) -> dict[str, _Tensor]:
+  """The decoder's tensors by their names, of one file or all shards."""
   if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
     raise ValueError(
         f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
@@ -158,7 +159,7 @@ def _open_tensors(directory, stack) -> dict[str, _Tensor]:
     if not isinstance(promised, dict):
       raise ValueError(f"{directory / _INDEX} has no weight_map.")
     files = sorted(set(promised.values()))
-  handles = {}
+  handles, left_out = {}, []
   for file in files:
     try:
       handle = stack.enter_context(
@@ -169,15 +170,21 @@ def _open_tensors(directory, stack) -> dict[str, _Tensor]:
           f"{directory / file} is missing or damaged ({error}): copy it again."
       ) from error
     for stored in handle.keys():
-      name = hf_tensors.of_text(stored)
-      if name in handles:
+      name = own_name(stored)
+      if name is None:
+        left_out.append(stored)
+      elif name in handles:
         raise ValueError(f"{stored} is in two shards of {directory}.")
-      if name is not None and not name.endswith(_IGNORED):
+      else:
         handles[name] = _Tensor(handle, stored)
+  if left_out:
+    logging.getLogger(__name__).warning(
+        "%s: %d tensors are not of the decoder of text and are left out: %s.",
+        directory, len(left_out), stacking.listed(left_out, limit=3),
+    )
   there = {tensor.name for tensor in handles.values()}
   if lost := {
-      name for name in promised
-      if hf_tensors.of_text(name) is not None and not name.endswith(_IGNORED)
+      name for name in promised if own_name(name) is not None
   } - there:
     raise ValueError(
         f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
@@ -192,8 +199,10 @@ def stored_dtype(directory: str | os.PathLike) -> str:
   Raises:
     ValueError: weights are missing, damaged or not floats.
   """
+  directory = hub.folder(directory)
+  names = hf_text.namer(_read_json(directory, "config.json"))
   with contextlib.ExitStack() as stack:
-    return _stored_dtype(_open_tensors(hub.folder(directory), stack))
+    return _stored_dtype(_open_tensors(directory, names, stack))
 
 
 def _stored_dtype(handles) -> str:

@@ -1,0 +1,149 @@
+# Copyright 2026 The branch_replay authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the goldens of hf_experts_test.py and hf_text_test.py.
+
+Experts as published models have them, and models that read images too, here
+given text alone. Run in the environment of make_goldens.py, which says what
+the numbers are:
+
+  ATEN_CPU_CAPABILITY=default .goldens/bin/python \\
+      tests/make_published_goldens.py
+
+Half a minute on one core. The models are as small as their structure allows.
+"""
+
+import sys
+
+import make_goldens
+import torch
+import transformers
+
+IDS_BELOW = 40  # the ids above mark images
+_SMALL = dict(
+    vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    max_position_embeddings=128,
+)
+_LATENT = dict(
+    num_key_value_heads=2, kv_lora_rank=6, qk_nope_head_dim=4,
+    qk_rope_head_dim=4, v_head_dim=6, head_dim=4, first_k_dense_replace=1,
+    n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3,
+    moe_intermediate_size=4,
+)
+_YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=4.0, mscale=0.7,
+    mscale_all_dim=0.7, original_max_position_embeddings=32,
+)
+_AXES = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1, 1, 2])
+# Name -> class, options. The weights of DeepSeek's norms of latents have an
+# epsilon of their own, so another one of the rest shows which is where.
+EXPERTS = {
+    "qwen3_next_experts": ("Qwen3Next", dict(
+        layer_types=["linear_attention", "full_attention"],
+        rope_parameters=dict(
+            rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.5
+        ),
+        linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=4, linear_value_head_dim=4,
+        linear_conv_kernel_dim=3, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=4, shared_expert_intermediate_size=8,
+        norm_topk_prob=True,
+    )),
+    "deepseek_v2_greedy": ("DeepseekV2", _LATENT | dict(
+        rope_parameters=_YARN, q_lora_rank=None, topk_method="greedy",
+        n_group=1, topk_group=1, routed_scaling_factor=1.0,
+    )),
+    "deepseek_v2_groups": ("DeepseekV2", _LATENT | dict(
+        rope_parameters=_YARN, q_lora_rank=5,
+        topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        routed_scaling_factor=4.0,
+    )),
+    "deepseek_v3_experts": ("DeepseekV3", _LATENT | dict(
+        rope_parameters=_YARN, q_lora_rank=5, n_group=4, topk_group=2,
+        routed_scaling_factor=2.5, norm_topk_prob=True, rms_norm_eps=0.05,
+    )),
+}
+# Name -> class, options of text_config, of vision_config, and of the whole.
+IMAGES = {
+    "mistral3": (
+        "Mistral3",
+        dict(model_type="mistral", sliding_window=None, rope_theta=1000.0),
+        dict(
+            model_type="pixtral", hidden_size=8, intermediate_size=8,
+            num_hidden_layers=1, num_attention_heads=1, head_dim=8,
+            image_size=28, patch_size=14,
+        ),
+        dict(image_token_index=40, tie_word_embeddings=False),
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL", dict(rope_parameters=_AXES, rms_norm_eps=1e-6),
+        dict(
+            depth=1, hidden_size=8, intermediate_size=8, num_heads=1,
+            out_hidden_size=16, patch_size=2, fullatt_block_indexes=[0],
+        ),
+        dict(image_token_id=40, video_token_id=41, vision_start_token_id=42,
+             vision_end_token_id=43, tie_word_embeddings=False),
+    ),
+    "qwen3_vl": (
+        "Qwen3VL", dict(rope_parameters=_AXES),
+        dict(
+            depth=1, hidden_size=8, intermediate_size=8, num_heads=1,
+            out_hidden_size=16, patch_size=2, num_position_embeddings=4,
+            deepstack_visual_indexes=[0],
+        ),
+        dict(image_token_id=40, video_token_id=41, vision_start_token_id=42,
+             vision_end_token_id=43, tie_word_embeddings=True),
+    ),
+}
+
+
+def make_experts(name):
+  """A model of text alone, its golden with all gradients."""
+  family, options = EXPERTS[name]
+  generator = torch.Generator().manual_seed(sum(map(ord, name)))
+  config = getattr(transformers, f"{family}Config")(
+      **_SMALL | options, bos_token_id=1, eos_token_id=2
+  )
+  model = getattr(transformers, f"{family}ForCausalLM")(config)
+  zero = family == "Qwen3Next"
+  make_goldens.randomise(
+      model, generator, lambda key: zero and "linear_attn" not in key
+  )
+  with torch.no_grad():
+    for key, buffer in model.named_buffers():
+      if key.endswith("e_score_correction_bias"):
+        buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+  model.save_pretrained(make_goldens.GOLDENS / name)
+  make_goldens.write_golden(
+      name, transformers.AutoModelForCausalLM, generator, IDS_BELOW
+  )
+
+
+def make_images(name):
+  """A model that reads images too; its golden is of text, logits alone."""
+  family, text, vision, whole = IMAGES[name]
+  generator = torch.Generator().manual_seed(sum(map(ord, name)))
+  small = dict(_SMALL)
+  if name == "qwen2_5_vl":  # its heads are of width by count
+    del small["head_dim"]
+  config = getattr(transformers, f"{family}Config")(
+      text_config=small | text | dict(bos_token_id=1, eos_token_id=2),
+      vision_config=vision, **whole
+  )
+  model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+  make_goldens.randomise(model, generator, lambda key: False)
+  model.save_pretrained(make_goldens.GOLDENS / name)
+  make_goldens.write_golden(
+      name, transformers.AutoModelForImageTextToText, generator, IDS_BELOW,
+      gradients=False,
+  )
+
+
+def main():
+  wanted = sys.argv[1:] or [*EXPERTS, *IMAGES]
+  for name in wanted:
+    (make_experts if name in EXPERTS else make_images)(name)
+
+
+if __name__ == "__main__":
+  main()
