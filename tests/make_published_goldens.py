@@ -35,17 +35,27 @@ _YARN = dict(
     mscale_all_dim=0.7, original_max_position_embeddings=32,
 )
 _AXES = dict(rope_type="default", rope_theta=1000.0, mrope_section=[1, 1, 2])
-# Name -> class, options. The weights of DeepSeek's norms of latents have an
-# epsilon of their own, so another one of the rest shows which is where.
+_DELTA = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=1,
+    linear_num_value_heads=2, linear_key_head_dim=4, linear_value_head_dim=4,
+    linear_conv_kernel_dim=3,
+)
+_VISION = dict(
+    depth=1, hidden_size=8, intermediate_size=8, num_heads=1,
+    out_hidden_size=16, patch_size=2, num_position_embeddings=4,
+)
+_MARKS = dict(
+    image_token_id=40, video_token_id=41, vision_start_token_id=42,
+    vision_end_token_id=43,
+)
+# Name -> class, options. DeepSeek's norms of latents have an epsilon of
+# their own, so another one of the other norms shows which is where.
 EXPERTS = {
     "qwen3_next_experts": ("Qwen3Next", dict(
-        layer_types=["linear_attention", "full_attention"],
         rope_parameters=dict(
             rope_type="default", rope_theta=1000.0, partial_rotary_factor=0.5
         ),
-        linear_num_key_heads=1, linear_num_value_heads=2,
-        linear_key_head_dim=4, linear_value_head_dim=4,
-        linear_conv_kernel_dim=3, num_experts=6, num_experts_per_tok=2,
+        **_DELTA, num_experts=6, num_experts_per_tok=2,
         moe_intermediate_size=4, shared_expert_intermediate_size=8,
         norm_topk_prob=True,
     )),
@@ -81,18 +91,28 @@ IMAGES = {
             depth=1, hidden_size=8, intermediate_size=8, num_heads=1,
             out_hidden_size=16, patch_size=2, fullatt_block_indexes=[0],
         ),
-        dict(image_token_id=40, video_token_id=41, vision_start_token_id=42,
-             vision_end_token_id=43, tie_word_embeddings=False),
+        _MARKS | dict(tie_word_embeddings=False),
     ),
     "qwen3_vl": (
         "Qwen3VL", dict(rope_parameters=_AXES),
-        dict(
-            depth=1, hidden_size=8, intermediate_size=8, num_heads=1,
-            out_hidden_size=16, patch_size=2, num_position_embeddings=4,
-            deepstack_visual_indexes=[0],
+        _VISION | dict(deepstack_visual_indexes=[0]),
+        _MARKS | dict(tie_word_embeddings=True),
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe", dict(
+            rope_parameters=_AXES, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=4,
         ),
-        dict(image_token_id=40, video_token_id=41, vision_start_token_id=42,
-             vision_end_token_id=43, tie_word_embeddings=True),
+        _VISION | dict(deepstack_visual_indexes=[0]),
+        _MARKS | dict(tie_word_embeddings=False),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe", dict(
+            rope_parameters=_AXES | dict(partial_rotary_factor=0.5),
+            **_DELTA, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=4, shared_expert_intermediate_size=8,
+        ),
+        _VISION, _MARKS | dict(tie_word_embeddings=False),
     ),
 }
 
@@ -131,7 +151,10 @@ def make_images(name):
       vision_config=vision, **whole
   )
   model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
-  make_goldens.randomise(model, generator, lambda key: False)
+  zero = family == "Qwen3_5Moe"
+  make_goldens.randomise(
+      model, generator, lambda key: zero and "linear_attn" not in key
+  )
   model.save_pretrained(make_goldens.GOLDENS / name)
   make_goldens.write_golden(
       name, transformers.AutoModelForImageTextToText, generator, IDS_BELOW,

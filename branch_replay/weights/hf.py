@@ -25,6 +25,7 @@ from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
+from branch_replay.weights import hf_experts
 from branch_replay.weights import hf_tensors
 from branch_replay.weights import hf_text
 from branch_replay.weights import hub
@@ -91,7 +92,7 @@ def load_hf(
   whole = _read_json(directory, "config.json")
   mapping = hf_text.text_part(whole)
   with contextlib.ExitStack() as stack:
-    handles = _open_tensors(directory, hf_text.namer(whole), stack)
+    handles = _open_tensors(directory, whole, stack)
     dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
     config = hf_config.config_from_hf(
         mapping,
@@ -128,10 +129,11 @@ def _read_json(directory, name) -> dict[str, Any]:
 
 
 class _Tensor(NamedTuple):
-  """A tensor of an open file, by its name there."""
+  """A tensor of an open file, by its name there, or an expert's part of it."""
 
   file: Any
   name: str
+  part: hf_experts.Matrix | None = None
 
   @property
   def dtype(self) -> str:
@@ -139,14 +141,30 @@ class _Tensor(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
+    if self.part is not None:
+      return self.part.shape
     return tuple(self.file.get_slice(self.name).get_shape())
 
   def read(self) -> np.ndarray:
+    if self.part is not None:
+      return self.part.read(self.file.get_slice(self.name))
     return self.file.get_tensor(self.name)
 
+  def split(self, name: str, width: int) -> dict[str, _Tensor]:
+    """Itself by its name in the decoder, or the matrices of each expert."""
+    parts = hf_experts.matrices(name, self.shape, width)
+    return {x: self._replace(part=part) for x, part in parts.items()} or {
+        name: self
+    }
 
-def _open_tensors(directory, own_name, stack) -> dict[str, _Tensor]:
-  """The decoder's tensors by their names, of one file or all shards."""
+
+def _open_tensors(directory, whole, stack) -> dict[str, _Tensor]:
+  """The decoder's tensors by their names, of one file or all shards.
+
+  `whole` is the parsed config.json; files stay open as long as `stack`.
+  """
+  own_name = hf_text.namer(whole)
+  width = hf_text.text_part(whole).get("hidden_size")
   if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
     raise ValueError(
         f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
@@ -173,10 +191,11 @@ def _open_tensors(directory, own_name, stack) -> dict[str, _Tensor]:
       name = own_name(stored)
       if name is None:
         left_out.append(stored)
-      elif name in handles:
+        continue
+      tensors = _Tensor(handle, stored).split(name, width)
+      if tensors.keys() & handles.keys():
         raise ValueError(f"{stored} is in two shards of {directory}.")
-      else:
-        handles[name] = _Tensor(handle, stored)
+      handles |= tensors
   if left_out:
     logging.getLogger(__name__).warning(
         "%s: %d tensors are not of the decoder of text and are left out: %s.",
@@ -200,9 +219,9 @@ def stored_dtype(directory: str | os.PathLike) -> str:
     ValueError: weights are missing, damaged or not floats.
   """
   directory = hub.folder(directory)
-  names = hf_text.namer(_read_json(directory, "config.json"))
+  whole = _read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
-    return _stored_dtype(_open_tensors(directory, names, stack))
+    return _stored_dtype(_open_tensors(directory, whole, stack))
 
 
 def _stored_dtype(handles) -> str:

@@ -58,6 +58,10 @@ FAMILIES = {
         head_dim=256, max_position_embeddings=131_072,
     )),
     "qwen3_5_text": Family(hf_families.hybrid),
+    # No layer has the dense feed-forward that the width is of.
+    "qwen3_5_moe_text": Family(hf_families.qwen3_next, dict(
+        intermediate_size=5632, num_experts=256, num_experts_per_tok=8,
+    )),
     "qwen3_next": Family(hf_families.qwen3_next),
     "deepseek_v2": Family(hf_families.deepseek, _DEEPSEEK_V2),
     "deepseek_v3": Family(hf_families.deepseek, _DEEPSEEK_V3),
@@ -73,8 +77,6 @@ _REFUSED = {
     "ministral3": "its queries grow with their position",
     "mixtral": "its experts have other names",
     "phi3": "its projections are fused in a form that is not read",
-    "qwen3_5_moe_text": "one tensor holds the matrices of all its experts",
-    "qwen3_vl_moe": "one tensor holds the matrices of all its experts",
     "smollm3": "every fourth layer of it has no positions",
     **{
         family: f"it has no text_config; its text part is {images.family}"
@@ -89,7 +91,6 @@ _FIXED = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "quantization_config": None,
 }
 
 def config_from_hf(
@@ -124,6 +125,11 @@ def config_from_hf(
         "are."
     )
   mapping = {**FAMILIES[family].defaults, **mapping}
+  if mapping.get("quantization_config") is not None:
+    raise ValueError(
+        f"quantization_config={mapping['quantization_config']!r}: its weights "
+        "are quantised. Dequantise them first, and delete the option."
+    )
   hf_fields.check_fixed(mapping, _FIXED)
   options = FAMILIES[family].read(mapping)
   common = {

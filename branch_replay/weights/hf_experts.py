@@ -11,11 +11,16 @@ What the families do with a router's logits, in the words of `config.Experts`:
                normalised if `norm_topk_prob`, scaled, shared experts
 
 Several shared experts are one, of their widths together. A reader returns
-`Experts`, or None if no layer has them.
+`Experts`, or None if no layer has them. Some files have one tensor for the
+matrices of all experts: `matrices` says where each is.
 """
 
 from collections.abc import Mapping
+import re
 from typing import Any
+from typing import NamedTuple
+
+import numpy as np
 
 from branch_replay import config as config_lib
 from branch_replay.weights import hf_fields
@@ -161,6 +166,60 @@ def deepseek_to_hf(experts: config_lib.Experts) -> dict[str, Any]:
       "routed_scaling_factor": experts.scaling,
       "n_group": experts.groups,
       "topk_group": experts.top_groups,
+  }
+
+
+class Matrix(NamedTuple):
+  """Where one expert's matrix is in a tensor of the matrices of all.
+
+  Attributes:
+    expert: index on the tensor's first axis.
+    rows: rows of that expert, or columns if `turned`.
+    shape: of the matrix, [out, in].
+    turned: whether the tensor holds the transpose.
+  """
+
+  expert: int
+  rows: slice
+  shape: tuple[int, int]
+  turned: bool
+
+  def read(self, tensor) -> np.ndarray:
+    """The matrix, of an array or of a tensor in a file that can be sliced."""
+    if self.turned:
+      return tensor[self.expert, :, self.rows].T
+    return tensor[self.expert, self.rows]
+
+
+def matrices(
+    name: str, shape: tuple[int, ...], width: int
+) -> dict[str, Matrix]:
+  """Matrices by the names that files with one tensor for each have.
+
+  Two forms are read: [E, 2F, M] and [E, M, F] of gates with ups and of downs,
+  and the transpose of each matrix. If both fit, it is the former.
+
+  Args:
+    name: of a tensor.
+    shape: its shape.
+    width: M, the width of the residual stream.
+
+  Returns:
+    Nothing for a tensor that is not of all experts.
+  """
+  found = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", name)
+  if found is None or len(shape) != 3:
+    return {}
+  before, kind = found.groups()
+  turned = shape[1 if kind == "down" else 2] != width
+  rows, columns = shape[:0:-1] if turned else shape[1:]
+  parts = ("down",) if kind == "down" else ("gate", "up")
+  size = rows // len(parts)
+  return {
+      f"{before}.{expert}.{part}_proj.weight": Matrix(
+          expert, slice(at * size, (at + 1) * size), (size, columns), turned
+      )
+      for expert in range(shape[0]) for at, part in enumerate(parts)
   }
 
 

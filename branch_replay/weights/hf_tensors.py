@@ -54,7 +54,7 @@ def tensors(
     of_layer = []
     if family == "gemma3_text":
       of_layer = _gemma3()
-    elif family in ("qwen3_5_text", "qwen3_next"):
+    elif family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
       of_layer = _hybrid(config, kind, fused=family == "qwen3_next")
     elif family in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
       of_layer = _latent(config) + [

@@ -46,7 +46,14 @@ IMAGES = {
     "qwen3_vl": Images(
         "qwen3", ("qwen3_vl_text",), {"rope_theta": 500_000.0}, axes=True
     ),
+    "qwen3_vl_moe": Images(
+        "qwen3_moe", ("qwen3_vl_moe_text",),
+        {"rope_theta": 500_000.0, "norm_topk_prob": True}, axes=True,
+    ),
     "qwen3_5": Images("qwen3_5_text", ("qwen3_5_text",), axes=True),
+    "qwen3_5_moe": Images(
+        "qwen3_5_moe_text", ("qwen3_5_moe_text",), axes=True
+    ),
 }
 
 # Beginnings of names of the text part, with what they are in a model of text
@@ -66,8 +73,8 @@ _COMPUTED = "rotary_emb.inv_freq"
 def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
   """The config of a model's text part; of a model of text alone its own.
 
-  What is said outside of `text_config` holds for the text part where it does
-  not say otherwise. A text part of another family than expected keeps its
+  Whether the head is tied is said outside of `text_config`, as transformers 5
+  has it, or else inside. A text part of another family than expected keeps its
   `model_type`, for `hf_config` to refuse.
   """
   images = IMAGES.get(mapping.get("model_type"))
@@ -86,7 +93,7 @@ def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
   family = inner.get("model_type") or images.family
   if family in images.inner:
     family = images.family
-  part = {**images.defaults, **outer, **inner, "model_type": family}
+  part = {**images.defaults, **inner, **outer, "model_type": family}
   if images.axes:
     part |= {
         name: _one_axis(part[name])
@@ -112,7 +119,7 @@ def drafts(part: Mapping[str, Any]) -> tuple[str, ...]:
     part: what `text_part` returned.
   """
   family = part.get("model_type")
-  if family in ("qwen3_next", "qwen3_5_text"):
+  if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
     return ("mtp.",)
   if family in ("deepseek_v3", "kimi_k2"):
     layers = hf_fields.integer(part, "num_hidden_layers")
