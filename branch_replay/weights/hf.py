@@ -8,24 +8,21 @@ from collections.abc import Mapping
 import contextlib
 import functools
 import json
-import logging
 import os
 import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 from typing import Any
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from safetensors import numpy as safetensors_numpy
 
 from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
-from branch_replay.weights import hf_experts
+from branch_replay.weights import hf_files
 from branch_replay.weights import hf_tensors
 from branch_replay.weights import hf_text
 from branch_replay.weights import hub
@@ -35,15 +32,6 @@ from branch_replay.weights import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
   import transformers
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}
 
 
 def load_hf(
@@ -89,11 +77,11 @@ def load_hf(
       differs from the embedding; or the tokenizer cannot be loaded.
   """
   directory = hub.folder(directory, revision=revision)
-  whole = _read_json(directory, "config.json")
+  whole = hf_files.read_json(directory, "config.json")
   mapping = hf_text.text_part(whole)
   with contextlib.ExitStack() as stack:
-    handles = _open_tensors(directory, whole, stack)
-    dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
+    handles = hf_files.open_tensors(directory, whole, stack)
+    dtype = hf_files.dtype_of(handles) if param_dtype is None else param_dtype
     config = hf_config.config_from_hf(
         mapping,
         param_dtype=dtype,
@@ -115,103 +103,6 @@ def load_hf(
   )
 
 
-def _read_json(directory, name) -> dict[str, Any]:
-  path = directory / name
-  if not path.is_file():
-    raise ValueError(
-        f"{path} does not exist: pass a directory with config.json and "
-        f"{_WEIGHTS} or {_INDEX}."
-    )
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-class _Tensor(NamedTuple):
-  """A tensor of an open file, by its name there, or an expert's part of it."""
-
-  file: Any
-  name: str
-  part: hf_experts.Matrix | None = None
-
-  @property
-  def dtype(self) -> str:
-    return self.file.get_slice(self.name).get_dtype()
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    if self.part is not None:
-      return self.part.shape
-    return tuple(self.file.get_slice(self.name).get_shape())
-
-  def read(self) -> np.ndarray:
-    if self.part is not None:
-      return self.part.read(self.file.get_slice(self.name))
-    return self.file.get_tensor(self.name)
-
-  def split(self, name: str, width: int) -> dict[str, _Tensor]:
-    """Itself by its name in the decoder, or the matrices of each expert."""
-    parts = hf_experts.matrices(name, self.shape, width)
-    return {x: self._replace(part=part) for x, part in parts.items()} or {
-        name: self
-    }
-
-
-def _open_tensors(directory, whole, stack) -> dict[str, _Tensor]:
-  """The decoder's tensors by their names, of one file or all shards.
-
-  `whole` is the parsed config.json; files stay open as long as `stack`.
-  """
-  own_name = hf_text.namer(whole)
-  width = hf_text.text_part(whole).get("hidden_size")
-  if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
-    raise ValueError(
-        f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
-        "delete the one that is not meant."
-    )
-  if (directory / _WEIGHTS).is_file():
-    files, promised = [_WEIGHTS], {}
-  else:
-    promised = _read_json(directory, _INDEX).get("weight_map")
-    if not isinstance(promised, dict):
-      raise ValueError(f"{directory / _INDEX} has no weight_map.")
-    files = sorted(set(promised.values()))
-  handles, left_out = {}, []
-  for file in files:
-    try:
-      handle = stack.enter_context(
-          safetensors.safe_open(directory / file, framework="numpy")
-      )
-    except (OSError, safetensors.SafetensorError) as error:
-      raise ValueError(
-          f"{directory / file} is missing or damaged ({error}): copy it again."
-      ) from error
-    for stored in handle.keys():
-      name = own_name(stored)
-      if name is None:
-        left_out.append(stored)
-        continue
-      tensors = _Tensor(handle, stored).split(name, width)
-      if tensors.keys() & handles.keys():
-        raise ValueError(f"{stored} is in two shards of {directory}.")
-      handles |= tensors
-  if left_out:
-    logging.getLogger(__name__).warning(
-        "%s: %d tensors are not of the decoder of text and are left out: %s.",
-        directory, len(left_out), stacking.listed(left_out, limit=3),
-    )
-  there = {tensor.name for tensor in handles.values()}
-  if lost := {
-      name for name in promised if own_name(name) is not None
-  } - there:
-    raise ValueError(
-        f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
-        "shard holds: copy the shards again."
-    )
-  return handles
-
-
 def stored_dtype(directory: str | os.PathLike) -> str:
   """The dtype of a directory's weights; the widest if there are several.
 
@@ -219,22 +110,9 @@ def stored_dtype(directory: str | os.PathLike) -> str:
     ValueError: weights are missing, damaged or not floats.
   """
   directory = hub.folder(directory)
-  whole = _read_json(directory, "config.json")
+  whole = hf_files.read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
-    return _stored_dtype(_open_tensors(directory, whole, stack))
-
-
-def _stored_dtype(handles) -> str:
-  dtypes = set()
-  for tensor in handles.values():
-    if tensor.dtype not in _DTYPES:
-      raise ValueError(
-          f"{tensor.name} is stored as {tensor.dtype}: only "
-          f"{', '.join(_DTYPES)} are supported, so a quantised checkpoint must "
-          "be dequantised first."
-      )
-    dtypes.add(jnp.dtype(_DTYPES[tensor.dtype]))
-  return str(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
+    return hf_files.dtype_of(hf_files.open_tensors(directory, whole, stack))
 
 
 def _shapes(config) -> dict[str, tuple[int, ...]]:
@@ -262,7 +140,7 @@ def _ids(directory, mapping) -> dict[str, Any]:
   """Stop ids and bos id, from generation_config.json or else config.json."""
   generation = {}
   if (directory / "generation_config.json").is_file():
-    generation = _read_json(directory, "generation_config.json")
+    generation = hf_files.read_json(directory, "generation_config.json")
 
   def named(key):
     value = generation.get(key)
@@ -321,10 +199,10 @@ def save_hf(
   directory = checks.path(directory, "directory")
   checks.instance(config, "config", config_lib.ModelConfig)
   checks.params_tree(params)
-  if (directory / _INDEX).exists():
+  if (directory / hf_files.INDEX).exists():
     raise ValueError(
-        f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
-        "delete that export first."
+        f"{directory / hf_files.INDEX} belongs to a sharded export: save "
+        "elsewhere, or delete that export first."
     )
   end_of_turn, stop_ids = pretrained_lib.turn_ends(tokenizer, stop_ids)
   pretrained_lib.check_ids(config, stop_ids, bos_id)
@@ -342,7 +220,7 @@ def save_hf(
   with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as name:
     staged = pathlib.Path(name)
     safetensors_numpy.save_file(
-        tensors, staged / _WEIGHTS, metadata={"format": "pt"}
+        tensors, staged / hf_files.WEIGHTS, metadata={"format": "pt"}
     )
     _write_json(staged / "config.json", mapping | ids)
     # Not in config.json, where it would freeze a row of the embedding.
@@ -356,7 +234,7 @@ def save_hf(
     if ids | pad:
       _write_json(staged / "generation_config.json", ids | pad)
     # safetensors makes its file readable by the owner alone.
-    (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
+    (staged / hf_files.WEIGHTS).chmod((staged / "config.json").stat().st_mode)
     written = {str(path.relative_to(staged)) for path in _files(staged)}
     for path in sorted(_files(staged)):
       place = directory / path.relative_to(staged)
