@@ -93,6 +93,7 @@ _FIXED = {
     "use_sliding_window": False,
 }
 
+
 def config_from_hf(
     mapping: Mapping[str, Any],
     *,
