@@ -78,7 +78,7 @@ def of_file(name, gradient):
 
 
 @pytest.mark.exhaustive(but=(
-    "gemma3", "qwen3_5", "qwen3_next_experts", "deepseek_v3_experts",
+    "gemma3", "qwen3_next_experts", "deepseek_v3_experts",
 ))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_gradients_agree_with_transformers(name):

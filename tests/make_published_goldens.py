@@ -9,7 +9,9 @@ environment of make_goldens.py, which says what the numbers are:
   ATEN_CPU_CAPABILITY=default .goldens/bin/python \\
       tests/make_published_goldens.py
 
-A minute on one core. The models are as small as their structure allows.
+A minute on one core. The models are as small as their structure allows. With
+`--exports FOLDER` nothing is written: what make_exports.py wrote of these is
+read by transformers, and its logits are compared with the goldens'.
 """
 
 import json
@@ -205,7 +207,30 @@ def count_published():
   path.write_text(json.dumps(found, indent=1) + "\n")
 
 
+def check_export(directory):
+  """Prints how far the logits of an export are from those of its golden."""
+  golden = make_goldens.np.load(
+      make_goldens.GOLDENS / directory.name / "golden.npz"
+  )
+  model, said = transformers.AutoModelForCausalLM.from_pretrained(
+      directory, dtype=torch.float32, attn_implementation="eager",
+      output_loading_info=True,
+  )
+  wrong = {key: names for key, names in said.items() if names}
+  assert not wrong, (directory, wrong)
+  ids = torch.tensor(golden["tokens"]).long()[None]
+  with torch.no_grad():
+    logits = model(input_ids=ids).logits[0].numpy()
+  far = abs(logits - golden["logits"]).max()
+  print(f"{directory.name} as {type(model).__name__}: off by {far:.2g}")
+  assert far < 2e-4, directory
+
+
 def main():
+  if sys.argv[1:2] == ["--exports"]:
+    for name in (*EXPERTS, *IMAGES):
+      check_export(pathlib.Path(sys.argv[2]) / name)
+    return
   for name in sys.argv[1:] or [*EXPERTS, *IMAGES, "published"]:
     if name == "published":
       count_published()
