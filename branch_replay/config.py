@@ -269,6 +269,8 @@ class LatentAttention:
     value_dim: the size of a value head.
     query_rank: the size of a latent vector from which queries are projected;
       None to project them from the residual stream.
+    norm_eps: ε inside the RMSNorms of latent vectors; None for that of the
+      model's other norms.
 
   Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
   """
@@ -278,12 +280,15 @@ class LatentAttention:
   rope_dim: int
   value_dim: int
   query_rank: int | None = None
+  norm_eps: float | None = None
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if value is not None or field.name != "query_rank":
-        checks.integer(value, f"LatentAttention.{field.name}", 1)
+    for field in ("rank", "nope_dim", "rope_dim", "value_dim", "query_rank"):
+      value = getattr(self, field)
+      if value is not None or field != "query_rank":
+        checks.integer(value, f"LatentAttention.{field}", 1)
+    if self.norm_eps is not None:
+      checks.number(self.norm_eps, "LatentAttention.norm_eps", 0)
     if self.rope_dim % 2:
       raise ValueError(
           f"RoPE needs an even LatentAttention.rope_dim, not {self.rope_dim}."

@@ -9,6 +9,7 @@ Run by hand from the root of the repository, in its own environment:
 and then, in that of make_goldens.py:
 
   .goldens/bin/python tests/make_goldens.py --exports FOLDER
+  .goldens/bin/python tests/make_published_goldens.py --exports FOLDER
 """
 
 import dataclasses
@@ -70,6 +71,17 @@ def write(folder: pathlib.Path, name: str):
   }))
 
 
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+PUBLISHED = (
+    "qwen3_next_experts", "deepseek_v2_greedy", "deepseek_v2_groups",
+    "deepseek_v3_experts", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "qwen3_5_moe",
+)
+
+
 if __name__ == "__main__":
+  for golden in PUBLISHED:
+    one = br.load_hf(GOLDENS / golden)
+    br.save_hf(pathlib.Path(sys.argv[1]) / golden, one.config, one.params)
   for family_name in ARCHITECTURES:
     write(pathlib.Path(sys.argv[1]), family_name)

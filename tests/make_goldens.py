@@ -264,6 +264,8 @@ def logits_and_gradients(model, ids):
   picked.mean().backward()
   gradients = {}
   for name, parameter in model.named_parameters():
+    if parameter.grad is None:  # of a part for images
+      continue
     gradient = parameter.grad.numpy().astype(np.float32)
     gradients |= of_experts(name, gradient)
   return logits.detach()[0].numpy(), gradients
@@ -293,30 +295,40 @@ def make_small(name):
       **_SMALL | options, bos_token_id=1, eos_token_id=2
   )
   model = getattr(transformers, f"{family}ForCausalLM")(config)
+  zero = family in ZERO_CENTRED
+  randomise(model, generator, lambda key: zero and "linear_attn" not in key)
+  model.to(getattr(torch, dtype)).save_pretrained(GOLDENS / name)
+  write_golden(
+      name, transformers.AutoModelForCausalLM, generator, config.vocab_size
+  )
+
+
+def randomise(model, generator, from_zero):
+  """Random parameters; scales of norms about 1, or 0 if `from_zero(name)`."""
   with torch.no_grad():
     for key, parameter in model.named_parameters():
       noise = torch.randn(parameter.shape, generator=generator)
       scale = 0.3 if parameter.ndim == 1 else 0.25
       offset = 1.0 if key.endswith("norm.weight") else 0.0
-      if family in ZERO_CENTRED and "linear_attn" not in key:
+      if from_zero(key):
         offset = 0.0
       parameter.copy_(offset + scale * noise)
+
+
+def write_golden(name, auto, generator, ids_below, gradients=True):
+  """Reads a directory again, and writes golden.npz of the values in it."""
   directory = GOLDENS / name
-  model.to(getattr(torch, dtype)).save_pretrained(directory)
-  # Read again: the golden is of the values in the file.
-  model = transformers.AutoModelForCausalLM.from_pretrained(
+  model = auto.from_pretrained(
       directory, dtype=torch.float32, attn_implementation="eager",
       experts_implementation="eager",
   )
-  ids = torch.randint(
-      config.vocab_size, (1, TOKENS), generator=generator
-  )
-  logits, gradients = logits_and_gradients(model, ids)
+  ids = torch.randint(ids_below, (1, TOKENS), generator=generator)
+  logits, found = logits_and_gradients(model, ids)
   np.savez_compressed(
       directory / "golden.npz",
       tokens=ids[0].numpy().astype(np.int32),
       logits=logits.astype(np.float32),
-      **{f"gradient/{key}": value for key, value in gradients.items()},
+      **{f"gradient/{k}": v for k, v in found.items() if gradients},
   )
 
 

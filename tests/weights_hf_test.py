@@ -388,9 +388,14 @@ def test_names_cover_every_parameter():
       latent=config_lib.LatentAttention(12, 8, 4, 10, query_rank=9),
       output_gate=True, post_norms=True,
   )
+  shared = config_lib.Experts(
+      3, 2, 12, shared_width=4, shared_gate=True, correction=True
+  )
   names = {
       *stacking.slots(every, stacking.HF_NAMES),
-      *stacking.slots(MOE, stacking.HF_NAMES),
+      *stacking.slots(
+          dataclasses.replace(MOE, experts=shared), stacking.HF_NAMES
+      ),
   }
   templates = {
       re.sub(r"(layers|experts)\.\d", r"\1.{}", name) for name in names

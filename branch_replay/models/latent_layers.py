@@ -13,6 +13,8 @@ values are computed from the attended latent:
 Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434.
 """
 
+import dataclasses
+
 import flax.linen as nn
 import jax.numpy as jnp
 
@@ -37,6 +39,14 @@ class LatentProject(nn.Module):
     )
 
 
+def _norm(config, name):
+  """The norm of a latent vector, whose ε may be of its own."""
+  eps = config.latent.norm_eps
+  return layers.norm(
+      config if eps is None else dataclasses.replace(config, norm_eps=eps), name
+  )
+
+
 class LatentRotate(nn.Module):
   """Projections ↦ what attention reads: q [1, G, heads, T, C + D_r], (c, r)."""
 
@@ -47,7 +57,7 @@ class LatentRotate(nn.Module):
     config, latent = self.config, self.config.latent
     heads, rank = config.num_heads, latent.rank
     if latent.query_rank:
-      normed = layers.norm(config, "query_norm")(query)
+      normed = _norm(config, "query_norm")(query)
       width = heads * latent.query_dim
       query = layers.linear(config, width, "query_up")(normed)
     key_up_HDC = self.param(
@@ -58,7 +68,7 @@ class LatentRotate(nn.Module):
     q_GTND = query.reshape(*shape, heads, latent.query_dim)
     nope_GTND, turned_GTND = jnp.split(q_GTND, [latent.nope_dim], axis=-1)
     c_NC, key_ND = jnp.split(latent_NX, [rank], axis=-1)
-    c_GTC = layers.norm(config, "latent_norm")(c_NC).reshape(*shape, rank)
+    c_GTC = _norm(config, "latent_norm")(c_NC).reshape(*shape, rank)
 
     def turn(x_GTND):
       return rope.rotate(

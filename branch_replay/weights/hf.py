@@ -13,18 +13,18 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 from typing import Any
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from safetensors import numpy as safetensors_numpy
 
 from branch_replay import checks
 from branch_replay import config as config_lib
 from branch_replay.models import decoder
 from branch_replay.weights import hf_config
+from branch_replay.weights import hf_files
 from branch_replay.weights import hf_tensors
+from branch_replay.weights import hf_text
 from branch_replay.weights import hub
 from branch_replay.weights import pretrained as pretrained_lib
 from branch_replay.weights import stacking
@@ -32,17 +32,6 @@ from branch_replay.weights import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
   import transformers
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}
-# A buffer in older exports that the configuration determines.
-_IGNORED = "rotary_emb.inv_freq"
 
 
 def load_hf(
@@ -55,16 +44,18 @@ def load_hf(
 ) -> pretrained_lib.Pretrained:
   """Loads a Llama, Mistral, Qwen, Gemma 3 or DeepSeek model.
 
-  Supported are Qwen2, Qwen3, Qwen3-MoE, Qwen3.5 and Qwen3-Next, and DeepSeek V2
-  and V3; of these only Qwen3-MoE may have experts. Families that store the
-  scales of norms minus 1 (Gemma 3, Qwen3.5, Qwen3-Next) have parameters that
-  are the scales minus 1 too: see `ModelConfig.norms_from_one`.
+  `hf_config.FAMILIES` lists the families, docs/models.md published models of
+  them. Families that store the scales of norms minus 1 (Gemma 3, Qwen3.5,
+  Qwen3-Next) have parameters that are the scales minus 1 too: see
+  `ModelConfig.norms_from_one`.
 
   Reads config.json and model.safetensors, or the shards that
   model.safetensors.index.json names; also generation_config.json if present,
   and the tokenizer files through `transformers`.
 
-  Of a model that reads images too (Gemma 3, Qwen3.5) the text part is loaded.
+  Of a model that reads images too (`hf_text.IMAGES`) the text part is loaded.
+  Its image part is left out, as are heads that predict later tokens, and
+  logged in one line.
 
   Args:
     directory: a directory as `transformers` writes it, or the name of a model
@@ -86,11 +77,11 @@ def load_hf(
       differs from the embedding; or the tokenizer cannot be loaded.
   """
   directory = hub.folder(directory, revision=revision)
-  whole = _read_json(directory, "config.json")
-  mapping = hf_config.text_part(whole)
+  whole = hf_files.read_json(directory, "config.json")
+  mapping = hf_text.text_part(whole)
   with contextlib.ExitStack() as stack:
-    handles = _open_tensors(directory, stack)
-    dtype = _stored_dtype(handles) if param_dtype is None else param_dtype
+    handles = hf_files.open_tensors(directory, whole, stack)
+    dtype = hf_files.dtype_of(handles) if param_dtype is None else param_dtype
     config = hf_config.config_from_hf(
         mapping,
         param_dtype=dtype,
@@ -112,101 +103,16 @@ def load_hf(
   )
 
 
-def _read_json(directory, name) -> dict[str, Any]:
-  path = directory / name
-  if not path.is_file():
-    raise ValueError(
-        f"{path} does not exist: pass a directory with config.json and "
-        f"{_WEIGHTS} or {_INDEX}."
-    )
-  try:
-    return json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-class _Tensor(NamedTuple):
-  """A tensor of an open file, by its name there."""
-
-  file: Any
-  name: str
-
-  @property
-  def dtype(self) -> str:
-    return self.file.get_slice(self.name).get_dtype()
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    return tuple(self.file.get_slice(self.name).get_shape())
-
-  def read(self) -> np.ndarray:
-    return self.file.get_tensor(self.name)
-
-
-def _open_tensors(directory, stack) -> dict[str, _Tensor]:
-  """Tensors of the text part by their names in it, of one file or all shards.
-  """
-  if (directory / _WEIGHTS).is_file() and (directory / _INDEX).is_file():
-    raise ValueError(
-        f"{directory} holds {_WEIGHTS} and {_INDEX}, two sets of weights: "
-        "delete the one that is not meant."
-    )
-  if (directory / _WEIGHTS).is_file():
-    files, promised = [_WEIGHTS], {}
-  else:
-    promised = _read_json(directory, _INDEX).get("weight_map")
-    if not isinstance(promised, dict):
-      raise ValueError(f"{directory / _INDEX} has no weight_map.")
-    files = sorted(set(promised.values()))
-  handles = {}
-  for file in files:
-    try:
-      handle = stack.enter_context(
-          safetensors.safe_open(directory / file, framework="numpy")
-      )
-    except (OSError, safetensors.SafetensorError) as error:
-      raise ValueError(
-          f"{directory / file} is missing or damaged ({error}): copy it again."
-      ) from error
-    for stored in handle.keys():
-      name = hf_tensors.of_text(stored)
-      if name in handles:
-        raise ValueError(f"{stored} is in two shards of {directory}.")
-      if name is not None and not name.endswith(_IGNORED):
-        handles[name] = _Tensor(handle, stored)
-  there = {tensor.name for tensor in handles.values()}
-  if lost := {
-      name for name in promised
-      if hf_tensors.of_text(name) is not None and not name.endswith(_IGNORED)
-  } - there:
-    raise ValueError(
-        f"{directory / _INDEX} promises {stacking.listed(lost)}, which no "
-        "shard holds: copy the shards again."
-    )
-  return handles
-
-
 def stored_dtype(directory: str | os.PathLike) -> str:
   """The dtype of a directory's weights; the widest if there are several.
 
   Raises:
     ValueError: weights are missing, damaged or not floats.
   """
+  directory = hub.folder(directory)
+  whole = hf_files.read_json(directory, "config.json")
   with contextlib.ExitStack() as stack:
-    return _stored_dtype(_open_tensors(hub.folder(directory), stack))
-
-
-def _stored_dtype(handles) -> str:
-  dtypes = set()
-  for tensor in handles.values():
-    if tensor.dtype not in _DTYPES:
-      raise ValueError(
-          f"{tensor.name} is stored as {tensor.dtype}: only "
-          f"{', '.join(_DTYPES)} are supported, so a quantised checkpoint must "
-          "be dequantised first."
-      )
-    dtypes.add(jnp.dtype(_DTYPES[tensor.dtype]))
-  return str(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
+    return hf_files.dtype_of(hf_files.open_tensors(directory, whole, stack))
 
 
 def _shapes(config) -> dict[str, tuple[int, ...]]:
@@ -234,7 +140,7 @@ def _ids(directory, mapping) -> dict[str, Any]:
   """Stop ids and bos id, from generation_config.json or else config.json."""
   generation = {}
   if (directory / "generation_config.json").is_file():
-    generation = _read_json(directory, "generation_config.json")
+    generation = hf_files.read_json(directory, "generation_config.json")
 
   def named(key):
     value = generation.get(key)
@@ -293,10 +199,10 @@ def save_hf(
   directory = checks.path(directory, "directory")
   checks.instance(config, "config", config_lib.ModelConfig)
   checks.params_tree(params)
-  if (directory / _INDEX).exists():
+  if (directory / hf_files.INDEX).exists():
     raise ValueError(
-        f"{directory / _INDEX} belongs to a sharded export: save elsewhere, or "
-        "delete that export first."
+        f"{directory / hf_files.INDEX} belongs to a sharded export: save "
+        "elsewhere, or delete that export first."
     )
   end_of_turn, stop_ids = pretrained_lib.turn_ends(tokenizer, stop_ids)
   pretrained_lib.check_ids(config, stop_ids, bos_id)
@@ -314,7 +220,7 @@ def save_hf(
   with tempfile.TemporaryDirectory(dir=directory, prefix=".export-") as name:
     staged = pathlib.Path(name)
     safetensors_numpy.save_file(
-        tensors, staged / _WEIGHTS, metadata={"format": "pt"}
+        tensors, staged / hf_files.WEIGHTS, metadata={"format": "pt"}
     )
     _write_json(staged / "config.json", mapping | ids)
     # Not in config.json, where it would freeze a row of the embedding.
@@ -328,7 +234,7 @@ def save_hf(
     if ids | pad:
       _write_json(staged / "generation_config.json", ids | pad)
     # safetensors makes its file readable by the owner alone.
-    (staged / _WEIGHTS).chmod((staged / "config.json").stat().st_mode)
+    (staged / hf_files.WEIGHTS).chmod((staged / "config.json").stat().st_mode)
     written = {str(path.relative_to(staged)) for path in _files(staged)}
     for path in sorted(_files(staged)):
       place = directory / path.relative_to(staged)

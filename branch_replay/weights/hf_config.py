@@ -7,31 +7,82 @@ not compute, that is an error: a model that ignores it would be wrong by so
 little that nobody notices.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from branch_replay import config as config_lib
 from branch_replay.weights import hf_families
 from branch_replay.weights import hf_fields
+from branch_replay.weights import hf_llama
+from branch_replay.weights import hf_text
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
+
+class Family(NamedTuple):
+  """A `model_type` that is read.
+
+  Attributes:
+    read: function from the parsed file to the `ModelConfig` fields in which
+      the family differs from what all have.
+    defaults: options that published files leave out, as the classes of
+      transformers fill them.
+  """
+
+  read: Callable[[Mapping[str, Any]], dict[str, Any]]
+  defaults: Mapping[str, Any] = {}
+
+
+_DEEPSEEK_V2 = dict(
+    first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2,
+    moe_intermediate_size=1407, routed_scaling_factor=1.0,
+    norm_topk_prob=False,
+)
+_DEEPSEEK_V3 = dict(
+    first_k_dense_replace=3, n_routed_experts=256, n_shared_experts=1,
+    num_experts_per_tok=8, moe_intermediate_size=2048, n_group=8, topk_group=4,
+    routed_scaling_factor=2.5, norm_topk_prob=True,
+)
+FAMILIES = {
+    "llama": Family(hf_llama.read),
+    "mistral": Family(hf_llama.read),
+    "qwen2": Family(hf_llama.read),
+    "qwen3": Family(hf_llama.read),
+    "qwen3_moe": Family(hf_llama.read),
+    "gemma3_text": Family(hf_families.gemma3, dict(
+        vocab_size=262_208, hidden_size=2304, intermediate_size=9216,
+        num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=256, max_position_embeddings=131_072,
+    )),
+    "qwen3_5_text": Family(hf_families.hybrid),
+    # No layer has the dense feed-forward that the width is of.
+    "qwen3_5_moe_text": Family(hf_families.qwen3_next, dict(
+        intermediate_size=5632, num_experts=256, num_experts_per_tok=8,
+    )),
+    "qwen3_next": Family(hf_families.qwen3_next),
+    "deepseek_v2": Family(hf_families.deepseek, _DEEPSEEK_V2),
+    "deepseek_v3": Family(hf_families.deepseek, _DEEPSEEK_V3),
+    "kimi_k2": Family(hf_families.deepseek, _DEEPSEEK_V3),
 }
 # Why related families are not supported.
 _REFUSED = {
-    "gemma2": ", because its scores and logits are soft-capped",
-    "gemma3": " without a text_config; its text part is gemma3_text",
-    "qwen3_5": " without a text_config; its text part is qwen3_5_text",
+    "gemma2": "its scores and logits are soft-capped",
+    "glm4": "it rotates half of each head, in pairs of neighbours, and norms "
+            "what a layer adds",
+    "gpt_oss": "its attention has sinks and its experts biases",
+    "llama4": "its attention is in chunks, and some layers have no positions",
+    "ministral3": "its queries grow with their position",
+    "mixtral": "its experts have other names",
+    "phi3": "its projections are fused in a form that is not read",
+    "smollm3": "every fourth layer of it has no positions",
+    **{
+        family: f"it has no text_config; its text part is {images.family}"
+        for family, images in hf_text.IMAGES.items()
+    },
 }
-# Models that read images too, and the families of their text parts.
-_TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
 # Options with one supported value, which is also the default.
 _FIXED = {
@@ -40,28 +91,7 @@ _FIXED = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "quantization_config": None,
 }
-# In Qwen3-MoE every layer must have experts.
-_FIXED_MOE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def text_part(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The config of a model's text part; of a model of text alone its own.
-
-  Models that read images too keep it under `text_config`. What is said outside
-  holds for the text part where it does not say otherwise.
-  """
-  inner = mapping.get("text_config")
-  family = mapping.get("model_type")
-  if family not in _TEXT_PARTS or not isinstance(inner, Mapping):
-    return mapping
-  outer = {
-      name: mapping[name]
-      for name in ("tie_word_embeddings", "quantization_config")
-      if name in mapping
-  }
-  return {**outer, **inner, "model_type": _TEXT_PARTS[family]}
 
 
 def config_from_hf(
@@ -89,17 +119,20 @@ def config_from_hf(
       does not compute; the message names it and what is supported.
   """
   family = mapping.get("model_type")
-  if family not in (*_ARCHITECTURES, *hf_families.READERS):
+  if family not in FAMILIES:
+    why = f", because {_REFUSED[family]}" if family in _REFUSED else ""
     raise ValueError(
-        f"model_type={family!r} is not supported"
-        f"{_REFUSED.get(family, '')}: {', '.join(_ARCHITECTURES)}, "
-        f"{', '.join(hf_families.READERS)}."
+        f"model_type={family!r} is not supported{why}: {', '.join(FAMILIES)} "
+        "are."
+    )
+  mapping = {**FAMILIES[family].defaults, **mapping}
+  if mapping.get("quantization_config") is not None:
+    raise ValueError(
+        f"quantization_config={mapping['quantization_config']!r}: its weights "
+        "are quantised. Dequantise them first, and delete the option."
     )
   hf_fields.check_fixed(mapping, _FIXED)
-  if family in _ARCHITECTURES:
-    options = _llama_like(mapping, family)
-  else:
-    options = hf_families.READERS[family](mapping)
+  options = FAMILIES[family].read(mapping)
   common = {
       "vocab_size": hf_fields.integer(mapping, "vocab_size"),
       "width": hf_fields.integer(mapping, "hidden_size"),
@@ -113,65 +146,6 @@ def config_from_hf(
       "compute_dtype": str(jnp.dtype(compute_dtype)),
   }
   return config_lib.ModelConfig(**common | options)
-
-
-def _llama_like(mapping, family) -> dict[str, Any]:
-  """Config fields of a Llama, Mistral, Qwen2 or Qwen3 model."""
-  kinds = set(mapping.get("layer_types") or []) - {"full_attention"}
-  if kinds:
-    raise ValueError(
-        f"layer_types has {sorted(kinds)}: only 'full_attention' is supported."
-    )
-  theta, scaling = hf_fields.whole_rope_from_hf(mapping)
-  heads = hf_fields.integer(mapping, "num_attention_heads")
-  window = None
-  if family == "mistral" and mapping.get("sliding_window", 1) is not None:
-    # Absent means 4096, null means no window.
-    window = hf_fields.integer(mapping, "sliding_window", default=4096)
-  experts = None
-  if family == "qwen3_moe":
-    hf_fields.check_fixed(mapping, _FIXED_MOE)
-    experts = _experts(mapping)
-  return {
-      "num_kv_heads": hf_fields.integer(
-          mapping, "num_key_value_heads", default=heads
-      ),
-      "head_dim": _head_dim(mapping, family),
-      "rope_theta": theta,
-      "rope_scaling": scaling,
-      "qk_norm": family in ("qwen3", "qwen3_moe"),
-      "qkv_bias": family == "qwen2",
-      "layer_pattern": ("full",) if window is None else ("sliding",),
-      "window": window,
-      "experts": experts,
-  }
-
-
-def _experts(mapping) -> config_lib.Experts:
-  """The experts of a Qwen3-MoE model, which every layer has."""
-  count = hf_fields.integer(mapping, "num_local_experts", default=128)
-  return config_lib.Experts(
-      count=hf_fields.integer(mapping, "num_experts", default=count),
-      top_k=hf_fields.integer(mapping, "num_experts_per_tok", default=8),
-      width=hf_fields.integer(mapping, "moe_intermediate_size", default=768),
-      normalised=bool(mapping.get("norm_topk_prob", False)),
-  )
-
-
-def _head_dim(mapping, family):
-  if mapping.get("head_dim") is not None:
-    return hf_fields.integer(mapping, "head_dim")
-  if family == "qwen3":
-    # The default of Qwen3Config; width / heads would be 64 in Qwen3-0.6B.
-    return 128
-  width = hf_fields.integer(mapping, "hidden_size")
-  heads = hf_fields.integer(mapping, "num_attention_heads")
-  if width % heads:
-    raise ValueError(
-        f"config.json has no head_dim, and hidden_size={width} is not a "
-        f"multiple of num_attention_heads={heads}."
-    )
-  return width // heads
 
 
 def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
@@ -192,7 +166,7 @@ def config_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   """
   options = hf_families.to_hf(config)
   if options is None:
-    options = _llama_like_to_hf(config)
+    options = hf_llama.to_hf(config)
   mapping = {
       "vocab_size": config.vocab_size,
       "hidden_size": config.width,
@@ -236,71 +210,4 @@ def _check_written(config, mapping):
     raise ValueError(
         f"{', '.join(lost)} cannot be said in {mapping['model_type']}, the "
         "nearest Hugging Face model_type here."
-    )
-
-
-def _llama_like_to_hf(config) -> dict[str, Any]:
-  if config.qk_norm and config.qkv_bias:
-    raise ValueError(
-        "qk_norm and qkv_bias together have no Hugging Face model_type: qwen3 "
-        "has the norms, qwen2 the biases."
-    )
-  family = "llama"
-  if config.experts is not None:
-    _check_exportable(config)
-    family = "qwen3_moe"
-  elif config.layer_pattern != ("full",):
-    if config.layer_pattern != ("sliding",) or (
-        config.qk_norm or config.qkv_bias
-    ):
-      raise ValueError(
-          f"layer_pattern={config.layer_pattern!r} has no Hugging Face "
-          "model_type here: mistral has sliding layers alone, without qk_norm "
-          "and qkv_bias."
-      )
-    family = "mistral"
-  elif config.qk_norm:
-    family = "qwen3"
-  elif config.qkv_bias:
-    family = "qwen2"
-  options = {
-      "architectures": [_ARCHITECTURES[family]],
-      "model_type": family,
-      "hidden_act": "silu",
-  }
-  if family == "qwen3_moe":
-    options |= {
-        "num_experts": config.experts.count,
-        "num_experts_per_tok": config.experts.top_k,
-        "moe_intermediate_size": config.experts.width,
-        "norm_topk_prob": config.experts.normalised,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-  if family == "mistral":
-    return options | {"sliding_window": config.window}
-  if family != "qwen2":
-    options["attention_bias"] = False
-  if family == "llama":
-    options["mlp_bias"] = False
-  else:
-    options["use_sliding_window"] = False
-  return options
-
-
-def _check_exportable(config: config_lib.ModelConfig):
-  """Raises ValueError for experts that no supported family has."""
-  experts = config.experts
-  plain = config_lib.Experts(
-      experts.count, experts.top_k, experts.width,
-      normalised=experts.normalised,
-  )
-  if experts != plain or config.layer_pattern != ("full",) or (
-      config.qkv_bias or not config.qk_norm
-  ):
-    raise ValueError(
-        f"{experts} with layer_pattern={config.layer_pattern!r}, qk_norm="
-        f"{config.qk_norm} and qkv_bias={config.qkv_bias} has no Hugging Face "
-        "model_type here: qwen3_moe has full attention with qk_norm, and "
-        "experts in every layer, chosen by a softmax, without a shared one."
     )

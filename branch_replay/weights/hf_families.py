@@ -13,6 +13,7 @@ from typing import Any
 from branch_replay import config as config_lib
 from branch_replay.mixers import kinds
 from branch_replay.models import pattern
+from branch_replay.weights import hf_experts
 from branch_replay.weights import hf_fields
 
 _KINDS = {
@@ -84,7 +85,8 @@ def _by_layer_type(mapping) -> Mapping[str, Any]:
   return rope
 
 
-def _gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def gemma3(mapping: Mapping[str, Any]) -> dict[str, Any]:
+  """Config fields of Gemma 3."""
   hf_fields.check_fixed(mapping, {
       "hidden_activation": "gelu_pytorch_tanh",
       "attn_logit_softcapping": None,
@@ -148,7 +150,7 @@ def _gemma3_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   }
 
 
-def _hybrid(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def hybrid(mapping: Mapping[str, Any]) -> dict[str, Any]:
   """Config fields of Qwen3-Next and Qwen3.5."""
   hf_fields.check_fixed(mapping, {"attn_output_gate": True})
   heads = _heads(mapping)
@@ -178,29 +180,24 @@ def _hybrid(mapping: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _qwen3_next(mapping: Mapping[str, Any]) -> dict[str, Any]:
-  dense = mapping.get("mlp_only_layers") or []
-  step = hf_fields.integer(mapping, "decoder_sparse_step", default=1)
-  experts = hf_fields.integer(mapping, "num_experts", default=512)
-  sparse = [
-      layer
-      for layer in range(hf_fields.integer(mapping, "num_hidden_layers"))
-      if experts and layer not in dense and not (layer + 1) % step
-  ]
-  if sparse:
-    raise ValueError(
-        f"num_experts={experts} puts experts into the layers {sparse}: only "
-        "models in which no layer of this family has them are supported."
-    )
-  return _hybrid(mapping)
+def qwen3_next(mapping: Mapping[str, Any]) -> dict[str, Any]:
+  """Config fields of Qwen3-Next, which may have experts."""
+  return hybrid(mapping) | {"experts": hf_experts.qwen3_next(mapping)}
 
 
 def _hybrid_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   delta = config.delta
   rotated = config.rotary_dim or config.head_dim
+  options = {
+      "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+  }
+  if config.experts is not None:
+    options = {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        **hf_experts.qwen3_next_to_hf(config.experts),
+    }
   return {
-      "architectures": ["Qwen3_5ForCausalLM"],
-      "model_type": "qwen3_5_text",
+      **options,
       "hidden_act": "silu",
       "layer_types": _layer_types(config),
       "partial_rotary_factor": rotated / config.head_dim,
@@ -213,22 +210,13 @@ def _hybrid_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
   }
 
 
-def _deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
+def deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
+  """Config fields of DeepSeek-V2 and -V3."""
   heads = hf_fields.integer(mapping, "num_attention_heads")
   hf_fields.check_fixed(mapping, {
       "rope_interleave": True,
       "num_key_value_heads": heads,
-      "rms_norm_eps": 1e-6,  # the norms of latents always have this one
   })
-  layers = hf_fields.integer(mapping, "num_hidden_layers")
-  default = 3 if mapping["model_type"] == "deepseek_v3" else 0
-  dense = hf_fields.integer(mapping, "first_k_dense_replace", default=default)
-  if dense < layers:
-    raise ValueError(
-        f"first_k_dense_replace={dense} puts experts into the later ones of "
-        f"{layers} layers: only models in which no layer of this family has "
-        "them are supported."
-    )
   theta, scaling = hf_fields.whole_rope_from_hf(mapping)
   rank = mapping.get("q_lora_rank", 1536)
   latent = config_lib.LatentAttention(
@@ -237,8 +225,11 @@ def _deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
       rope_dim=hf_fields.integer(mapping, "qk_rope_head_dim", default=64),
       value_dim=hf_fields.integer(mapping, "v_head_dim", default=128),
       query_rank=rank,
+      # Whatever the epsilon of the other norms is.
+      norm_eps=1e-6 if mapping.get("rms_norm_eps", 1e-6) != 1e-6 else None,
   )
   return {
+      "experts": hf_experts.deepseek(mapping),
       "layer_pattern": ("latent",),
       "latent": latent,
       "num_kv_heads": 1,
@@ -249,10 +240,16 @@ def _deepseek(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
-  latent = config.latent
+  latent, experts = config.latent, config.experts
+  version = 2 if experts is not None and experts.scores == "softmax" else 3
+  options = {"first_k_dense_replace": config.num_layers}
+  if experts is not None:
+    options = hf_experts.deepseek_to_hf(experts)
   return {
-      "architectures": ["DeepseekV3ForCausalLM"],
-      "model_type": "deepseek_v3",
+      "architectures": [f"DeepseekV{version}ForCausalLM"],
+      "model_type": f"deepseek_v{version}",
+      **options,
+      "num_nextn_predict_layers": 0,
       "hidden_act": "silu",
       "num_key_value_heads": config.num_heads,
       "head_dim": latent.rope_dim,
@@ -262,18 +259,8 @@ def _deepseek_to_hf(config: config_lib.ModelConfig) -> dict[str, Any]:
       "qk_rope_head_dim": latent.rope_dim,
       "v_head_dim": latent.value_dim,
       "rope_interleave": True,
-      "first_k_dense_replace": config.num_layers,
       "attention_bias": False,
   }
-
-
-READERS = {
-    "gemma3_text": _gemma3,
-    "qwen3_5_text": _hybrid,
-    "qwen3_next": _qwen3_next,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-}
 
 
 def to_hf(config: config_lib.ModelConfig) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from branch_replay import config as config_lib
 from branch_replay.models import pattern
+from branch_replay.weights import hf_experts
 
 
 class RowMap(NamedTuple):
@@ -39,30 +40,6 @@ class RowMap(NamedTuple):
   order: np.ndarray | None = None
 
 
-# Beginnings of names in models that read images too: the text part's, with what
-# they are in a model of text alone, and those of other parts.
-_TEXT_PREFIXES = {
-    "language_model.model.": "model.", "model.language_model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-}
-_OTHER_PREFIXES = (
-    "vision_tower.", "multi_modal_projector.", "visual.", "model.vision_tower.",
-    "model.multi_modal_projector.", "model.visual.",
-)
-
-
-def of_text(name: str) -> str | None:
-  """The name of a stored tensor in a model of text alone; None if it is of a
-  part for images.
-  """
-  if name.startswith(_OTHER_PREFIXES):
-    return None
-  for prefix, alone in _TEXT_PREFIXES.items():
-    if name.startswith(prefix):
-      return alone + name.removeprefix(prefix)
-  return name
-
-
 def tensors(
     config: config_lib.ModelConfig, mapping: Mapping[str, Any]
 ) -> list[RowMap]:
@@ -77,10 +54,13 @@ def tensors(
     of_layer = []
     if family == "gemma3_text":
       of_layer = _gemma3()
-    elif family in ("qwen3_5_text", "qwen3_next"):
+    elif family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
       of_layer = _hybrid(config, kind, fused=family == "qwen3_next")
-    elif family in ("deepseek_v2", "deepseek_v3"):
-      of_layer = _latent(config)
+    elif family in ("deepseek_v2", "deepseek_v3", "kimi_k2"):
+      of_layer = _latent(config) + [
+          RowMap((file,), (own,), (columns,))
+          for file, own, columns in hf_experts.deepseek_names(config, layer)
+      ]
     found += [
         rows._replace(
             files=tuple(f"model.layers.{layer}.{x}" for x in rows.files),

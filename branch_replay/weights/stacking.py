@@ -84,6 +84,21 @@ HF_NAMES = {
     "latent/rotate/key_up": "model.layers.{}.self_attn.key_up",
     "latent/join/value_up": "model.layers.{}.self_attn.value_up",
     "layers/expand/router/kernel": "model.layers.{}.mlp.gate.weight",
+    "layers/expand/router/correction": (
+        "model.layers.{}.mlp.gate.e_score_correction_bias"
+    ),
+    "layers/expand/shared_gate/kernel": (
+        "model.layers.{}.mlp.shared_expert.gate_proj.weight"
+    ),
+    "layers/expand/shared_up/kernel": (
+        "model.layers.{}.mlp.shared_expert.up_proj.weight"
+    ),
+    "layers/expand/shared_scale/kernel": (
+        "model.layers.{}.mlp.shared_expert_gate.weight"
+    ),
+    "layers/contract/shared_down/kernel": (
+        "model.layers.{}.mlp.shared_expert.down_proj.weight"
+    ),
     "layers/expand/expert_gate/kernel": (
         "model.layers.{}.mlp.experts.{}.gate_proj.weight"
     ),

@@ -8,6 +8,7 @@ A list by room; `python -m tests.mutants` says which of them no test notices.
 from tests.mutants.fault import Fault
 from tests.mutants.learning import RL
 from tests.mutants.learning import TRAINING
+from tests.mutants.loading import LOADING
 from tests.mutants.ops import MIXERS
 from tests.mutants.ops import OPS
 from tests.mutants.precision import PRECISION
@@ -19,5 +20,5 @@ from tests.mutants.sampling import WEIGHTS
 
 ALL: list[Fault] = [
     *OPS, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT, *TRAINING,
-    *WEIGHTS, *TASKS,
+    *WEIGHTS, *LOADING, *TASKS,
 ]
