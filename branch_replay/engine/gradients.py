@@ -70,8 +70,8 @@ def replay(
       output of a token is computed from the hidden state before it.
     prefix_gradient: "exact" equals the full gradient. "banded" runs the same
       backward pass, but cuts attention inside the prefix to a band, see
-      `engine.band`, which is nearly exact. "sampled" estimates the full gradient
-      without bias from some chunks of the prefix (for a tree: from some of the
+      `engine.band`, which is nearly exact. "sampled" estimates the full
+      gradient without bias from some chunks of the prefix (for a tree: from some of the
       runs that have no loss of their own). "stop" treats the captured positions
       as constants, which is biased; in a tree each segment treats what its
       ancestors left behind as constant, except the token it starts on. (On n

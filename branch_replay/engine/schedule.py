@@ -163,14 +163,16 @@ def input_bytes(config: config_lib.ModelConfig) -> int:
 def attended_bytes(config: config_lib.ModelConfig) -> int:
   """Bytes that one token's outputs of attention take in all layers, if kept.
   """
-  found = 0
-  for part in pattern.parts(config):
-    for kind in part.kinds:
-      mixer = kinds.of(config, kind)
-      if mixer.attends:
-        zeros = jax.eval_shape(lambda m=mixer: m.attended_zeros(part.count, 1))
-        found += sum(x.size * x.dtype.itemsize for x in zeros)
-  return found
+  def of(kind):
+    mixer = kinds.of(config, kind)
+    if not mixer.attends:
+      return 0
+    zeros = jax.eval_shape(lambda: mixer.attended_zeros(1, 1))
+    return sum(x.size * x.dtype.itemsize for x in zeros)
+
+  return sum(
+      part.count * sum(map(of, part.kinds)) for part in pattern.parts(config)
+  )
 
 
 def stage_bytes(

@@ -134,7 +134,7 @@ class Spec:
     return min(self.schedule.branches_at_once or branches, branches)
 
   def settled(self, prefix: int, row_tokens: int, held_tokens: int) -> "Spec":
-    """Returns the spec with what the schedule left open, see `Schedule.settled`.
+    """Returns the spec with what its schedule left open.
 
     Args:
       prefix, row_tokens, held_tokens: as in `Schedule.settled`.

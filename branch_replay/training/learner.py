@@ -101,7 +101,8 @@ class Learner:
     return gradients.value_and_grad(
         self.model, self.algorithm.loss, readout=self.algorithm.readout,
         prefix_gradient=self.prefix_gradient, sampling=self.sampling,
-        band=self.band, schedule=self.schedule, trainable=self.trainable, balance=self.balance,
+        band=self.band, schedule=self.schedule, trainable=self.trainable,
+        balance=self.balance,
     )
 
   @functools.cached_property
@@ -109,8 +110,8 @@ class Learner:
     """Second of two passes, for losses that need a whole group at once."""
     return gradients.value_and_grad(
         self.model, objectives.linear, readout=self.algorithm.readout,
-        prefix_gradient=self.prefix_gradient, schedule=self.schedule,
-        trainable=self.trainable, balance=self.balance,
+        prefix_gradient=self.prefix_gradient, band=self.band,
+        schedule=self.schedule, trainable=self.trainable, balance=self.balance,
     )
 
   @functools.cached_property

@@ -27,7 +27,9 @@ def summarize(cases: list[dict]) -> list[dict]:
           for name in _MEASURES
       } | {
           "per_matrix_cosine": {
-              name: tables.spread([row["per_matrix_cosine"][of] for row in rows])
+              name: tables.spread(
+                  [row["per_matrix_cosine"][of] for row in rows]
+              )
               for name, of in bias.MATRICES.items()
               if of in rows[0]["per_matrix_cosine"]
           }

@@ -129,5 +129,7 @@ def prompt_ids(lesson: Lesson) -> np.ndarray:
 def on_device(lesson: Lesson) -> state_lib.PrefixState:
   """Moves the captured prompt of a lesson to the default device."""
   return jax.tree.map(
-      jax.numpy.asarray, dataclasses.replace(lesson.prompt, kept=None, attended={})
+      jax.numpy.asarray, dataclasses.replace(
+          lesson.prompt, kept=None, attended={}
+      )
   )
