@@ -47,7 +47,9 @@ def test_hand_made_groups_are_checked_too():
 
 def test_unknown_modes_and_policies():
   decoder, params = tiny.model(tiny.BASE)
-  with pytest.raises(ValueError, match="'detach'.*full, exact, sampled, stop"):
+  with pytest.raises(
+      ValueError, match="'detach'.*full, exact, banded, sampled, stop"
+  ):
     br.log_probs(decoder, params, tiny.group(), prefix_gradient="detach")
   with pytest.raises(ValueError, match="'offload'.*keep, recompute"):
     br.Schedule(activations="offload")

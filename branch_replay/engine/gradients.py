@@ -71,10 +71,11 @@ def replay(
     prefix_gradient: "exact" equals the full gradient. "banded" runs the same
       backward pass, but cuts attention inside the prefix to a band, see
       `engine.band`, which is nearly exact. "sampled" estimates the full
-      gradient without bias from some chunks of the prefix (for a tree: from some of the
-      runs that have no loss of their own). "stop" treats the captured positions
-      as constants, which is biased; in a tree each segment treats what its
-      ancestors left behind as constant, except the token it starts on. (On n
+      gradient without bias from some chunks of the prefix (for a tree: from
+      some of the runs that have no loss of their own). "stop" treats the
+      captured positions as constants, which is biased; in a tree each segment
+      treats what its ancestors left behind as constant, except the token it
+      starts on. (On n
       devices a segment of a tree starts up to n − 1 tokens earlier, and so does
       what it does not hold constant.) "full" runs every sequence on its own.
     sampling: how many chunks prefix_gradient="sampled" pulls back and by which

@@ -5,6 +5,7 @@
 A list by room; `python -m tests.mutants` says which of them no test notices.
 """
 
+from tests.mutants.band import BAND
 from tests.mutants.fault import Fault
 from tests.mutants.learning import RL
 from tests.mutants.learning import TRAINING
@@ -19,6 +20,6 @@ from tests.mutants.sampling import TASKS
 from tests.mutants.sampling import WEIGHTS
 
 ALL: list[Fault] = [
-    *OPS, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT, *TRAINING,
+    *OPS, *BAND, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT, *TRAINING,
     *WEIGHTS, *LOADING, *TASKS,
 ]
