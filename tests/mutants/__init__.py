@@ -20,6 +20,6 @@ from tests.mutants.sampling import TASKS
 from tests.mutants.sampling import WEIGHTS
 
 ALL: list[Fault] = [
-    *OPS, *BAND, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT, *TRAINING,
-    *WEIGHTS, *LOADING, *TASKS,
+    *OPS, *BAND, *MIXERS, *PRECISION, *REPLAY, *PLANNING, *RL, *ROLLOUT,
+    *TRAINING, *WEIGHTS, *LOADING, *TASKS,
 ]
