@@ -342,6 +342,30 @@ def test_reasoning_gym_gives_full_marks_or_nothing(gym):
     assert reward_of(recipe, row, said) == right, said
 
 
+def test_solved_questions_of_reasoning_gym_stand_before_every_question(gym):
+  text = chat()
+  recipe = tasks.recipe("reasoning_gym", dataset="counting", shots=2, **SMALL)
+  for rows in rows_of(recipe, text).values():
+    for row in rows:
+      shots = [
+          {"role": "user", "content": "How many are 0 and 1?"},
+          {"role": "assistant", "content": "1"},
+          {"role": "user", "content": "How many are 1 and 1?"},
+          {"role": "assistant", "content": "2"},
+      ]
+      asked = {"role": "user", "content": row.details["question"].strip()}
+      assert asked not in shots, "shots are in no split"
+      wanted = text.conversation([*shots, asked]).ids
+      assert row.prompt_ids.tolist() == wanted
+  with pytest.raises(ValueError, match="chat template"):
+    rows_of(recipe, CHARACTERS)
+  with pytest.raises(ValueError, match="shots"):
+    rows_of(
+        tasks.recipe("reasoning_gym", dataset="counting", shots=-1, **SMALL),
+        text,
+    )
+
+
 def test_reasoning_gym_that_cannot_be(gym, monkeypatch):
   def of(**settings):
     return tasks.recipe(

@@ -12,14 +12,17 @@ import pytest
 
 import branch_replay as br
 from branch_replay.rollout.drafters import files as drafter_files
+from branch_replay.tasks import reasoning_gym
 from branch_replay.training import by_name
 from branch_replay.training import checkpoints
 from branch_replay.training import metrics
 from branch_replay.training import run_config
+from configs import reasoning
 from configs import train as train_config
 from experiments import learning_curves
 from experiments import train
 from experiments.reporting import record
+from tests import tiny_tasks
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +103,13 @@ def test_a_bad_config_is_refused_before_anything_runs(config, change, message):
     train.build(config)
 
 
-@pytest.mark.parametrize(
-    "variant", ["", "supervised", "pairs", "small", "tiny"]
-)
-def test_a_config_and_its_settings_say_the_same(variant):
-  config = train_config.get_config(variant)
+@pytest.mark.parametrize("file,variant", [
+    *((train_config, name)
+      for name in ("", "supervised", "pairs", "small", "tiny")),
+    *((reasoning, name) for name in ("products", "sums", "legs")),
+])
+def test_a_config_and_its_settings_say_the_same(file, variant):
+  config = file.get_config(variant)
   settings = run_config.of_config(config)
   assert run_config.to_config(settings) == config
   # A field that is not there has its default.
@@ -113,10 +118,24 @@ def test_a_config_and_its_settings_say_the_same(variant):
     del config[last].optimizer.b1, config.evaluation
   assert run_config.of_config(config).phases[last].optimizer.b1 == 0.9
   # Every field has a meaning.
-  config = train_config.get_config(variant)
+  config = file.get_config(variant)
   said = run_config.meanings(config)
   missing = [x for x in record.flat(config.to_dict()) if not said.get(x)]
   assert missing == []
+
+
+@pytest.mark.parametrize("variant", ("products", "sums", "legs"))
+def test_tasks_of_reasoning_gym_have_the_rows_that_are_asked_for(variant):
+  pytest.importorskip("reasoning_gym", reason="the extra [reasoning]")
+  settings = dict(reasoning.get_config(variant).task)
+  assert settings.pop("name") == "reasoning_gym"
+  recipe = reasoning_gym.ReasoningGym(**settings)
+  asked = set()
+  for split in ("train", "validation", "test"):
+    rows = list(recipe.rows(tiny_tasks.chat(), split))
+    assert len(rows) == settings[split]
+    asked |= {row.prompt_ids.tobytes() for row in rows}
+  assert len(asked) == sum(settings[x] for x in ("train", "validation", "test"))
 
 
 def test_a_choice_brings_its_own_fields():

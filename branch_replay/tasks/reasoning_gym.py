@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
+from branch_replay import checks
 from branch_replay.tasks import builder
 from branch_replay.tasks import splits
 from branch_replay.tasks import task as task_lib
@@ -46,6 +47,10 @@ class ReasoningGym(builder.Recipe):
   Attributes:
     dataset: name of the data set in reasoning-gym.
     parameters: settings of the data set as JSON; seed and size are set here.
+    shots: how many solved questions stand before every question, as turns of
+      the user and the assistant. They are the same for all questions, and in no
+      split. A scorer wants the bare answer, which a chat model gives when it
+      has seen it done. Needs a model with a chat template.
   """
 
   name: ClassVar[str] = "reasoning_gym"
@@ -53,6 +58,7 @@ class ReasoningGym(builder.Recipe):
 
   dataset: str = "leg_counting"
   parameters: str = "{}"
+  shots: int = 0
 
   def ingredients(self) -> str:
     """The version of reasoning-gym."""
@@ -73,14 +79,15 @@ class ReasoningGym(builder.Recipe):
     # text of a question decides which split it belongs to.
     rows = sum(getattr(self, name) for name in splits.SPLITS)
     data = self._data(_SPARE * rows)
-    seen = set()
+    shots = self._shots(data)
+    seen = {shot["content"] for shot in shots if shot["role"] == "user"}
     for index in range(len(data)):
       entry = data[index]
-      question = entry["question"]
+      question = entry["question"].strip()
       if question in seen or splits.part_of(self.seed, question) != split:
         continue
       seen.add(question)
-      yield self._row(text, self.row_id(split, made), entry)
+      yield self._row(text, self.row_id(split, made), entry, shots)
       made += 1
       if made == getattr(self, split):
         return
@@ -103,7 +110,21 @@ class ReasoningGym(builder.Recipe):
 
     return score
 
-  def _row(self, text, row_id, entry):
+  def _shots(self, data) -> list[dict[str, str]]:
+    """The messages of the first different questions and their answers."""
+    checks.integer(self.shots, "shots", 0)
+    found = {}
+    for index in range(len(data)):
+      if len(found) == self.shots:
+        break
+      entry = data[index]
+      found.setdefault(entry["question"].strip(), str(entry["answer"]))
+    return [
+        {"role": role, "content": content} for pair in found.items()
+        for role, content in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+  def _row(self, text, row_id, entry, shots):
     answer = entry["answer"]
     if not isinstance(answer, str):
       raise ValueError(
@@ -117,7 +138,11 @@ class ReasoningGym(builder.Recipe):
           f"reasoning-gym's {self.dataset!r} gives its scorer what JSON cannot "
           f"hold: {error}. Choose another data set."
       ) from error
-    prompt = text.prompt(entry["question"].strip())
+    question = entry["question"].strip()
+    prompt = text.prompt(question)
+    if shots:
+      asked = {"role": "user", "content": question}
+      prompt = text.conversation([*shots, asked])
     return task_lib.Example(
         id=row_id,
         prompt_ids=np.asarray(prompt.ids, np.int32),

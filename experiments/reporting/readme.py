@@ -45,6 +45,9 @@ TABLES = {
     "simulate_rollouts": rollouts.simulated, "staleness": training.drift_table,
     "time_breakdown.modes": speed.less_time,
     "time_breakdown.parts": speed.parts, "train_smollm2": training.learned,
+    "reasoning_legs": training.learning,
+    "reasoning_products": training.learning,
+    "reasoning_sums": training.learning,
     "train_smollm2_stop": training.learned, "train_tiny": training.learned,
 }
 

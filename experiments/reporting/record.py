@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import resource
 import shlex
 import sys
@@ -44,8 +45,18 @@ def environment() -> dict:
       "device_count": len(devices),
       "cpu_count": os.cpu_count(),
       "machine": platform.machine(),
+      "processor": _processor(),
       "command": _command(),
   }
+
+
+def _processor() -> str:
+  """The name of the processor, "" where the system does not tell."""
+  cpuinfo = pathlib.Path("/proc/cpuinfo")
+  if not cpuinfo.exists():
+    return platform.processor()
+  found = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)
+  return found[1] if found else platform.processor()
 
 
 def begin(config: ml_collections.ConfigDict, **fields) -> dict:

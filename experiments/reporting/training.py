@@ -22,6 +22,14 @@ def learned(results: dict) -> str:
   }, results["phases"])
 
 
+def learning(results: dict) -> str:
+  """Held-out reward by step of a training run."""
+  return tables.markdown({
+      "step": "{step}", "held-out reward": "{reward:.3f}",
+      "s": "{seconds:.0f}",
+  }, results["curve"])
+
+
 def by_variant(results: dict) -> dict[str, list[dict]]:
   """Runs by variant, in the config's order."""
   found = {name: [] for name, _ in results["config"]["variants"]}
