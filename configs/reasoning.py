@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct learns tasks of reasoning-gym by reward.
 
-Three data sets that it solves sometimes. Two solved questions stand before
+Two data sets that it solves sometimes. Two solved questions stand before
 every question, as turns of the conversation, so that it answers with the bare
 result; with the prompt they are the prefix that eight answers share.
 
@@ -10,7 +10,6 @@ result; with the prompt they are the prefix that eight answers share.
 
 products: "Solve the following multiplication: 6 * 7", factors of one digit.
 sums: "4 - 7", a sum or difference of two digits.
-legs: how many legs have some animals of one or two kinds.
 
 The package is optional: pip install -c constraints.txt -e ".[reasoning]".
 """
@@ -54,10 +53,10 @@ _VARIANTS = {
         '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
         (72, 16, 8),
     ),
-    "legs": lambda: _run(
-        "leg_counting",
-        '{"min_animals": 1, "max_animals": 2, "max_instances": 4}',
-        (512, 24, 8),
+    "equations": lambda: _run(
+        "simple_equations",
+        '{"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9}',
+        (256, 16, 8),
     ),
 }
 

@@ -17,6 +17,7 @@ from absl import app
 
 from experiments import cli
 from experiments.peers import report as peers
+from experiments.reporting import bands
 from experiments.reporting import bias
 from experiments.reporting import comparisons
 from experiments.reporting import plans
@@ -31,7 +32,7 @@ _TABLE = re.compile(r"<!-- table: ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES = {
     "accumulator_error": comparisons.rounding, "adapting": training.adapted,
-    "bench_rollout": rollouts.table, "bench_step.growth": speed.growth_table,
+    "band_sweep": bands.table, "bench_rollout": rollouts.table, "bench_step.growth": speed.growth_table,
     "bench_step.rates": speed.rates, "bias_batch.groups": bias.groups,
     "bias_batch.sums": bias.sums, "bias_sweep.estimators": bias.by_estimator,
     "bias_sweep.overall": bias.over_shapes, "bias_sweep.stop": bias.by_shape,
@@ -45,7 +46,6 @@ TABLES = {
     "simulate_rollouts": rollouts.simulated, "staleness": training.drift_table,
     "time_breakdown.modes": speed.less_time,
     "time_breakdown.parts": speed.parts, "train_smollm2": training.learned,
-    "reasoning_legs": training.learning,
     "reasoning_products": training.learning,
     "reasoning_sums": training.learning,
     "train_smollm2_stop": training.learned, "train_tiny": training.learned,
