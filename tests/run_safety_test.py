@@ -257,6 +257,20 @@ def test_classes_have_the_names_that_checkpoints_know_them_by(run):
   assert "learning_rate" not in about["phases"][0]
 
 
+def test_fields_that_earlier_checkpoints_lack_count_only_if_they_are_set(run):
+  learner = run.phases[0].learner
+  about = identity.describe(learner)
+  assert "band" not in about
+  assert "keep_attention" not in about["schedule"]
+  assert "chunk_size" in about["schedule"]
+  changed = dataclasses.replace(
+      learner, band=br.Band(window=5),
+      schedule=dataclasses.replace(learner.schedule, keep_attention=True),
+  )
+  found = identity.differences(about, identity.describe(changed))
+  assert {path for path, *_ in found} == {"band", "schedule.keep_attention"}
+
+
 def test_a_checkpoint_without_a_description_is_not_taken_for_checked(
     tmp_path, small, run, straight
 ):

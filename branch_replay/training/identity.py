@@ -43,6 +43,13 @@ _FREE = {
     "Pairwise": ("learning_rate",),
     "Reinforce": ("learning_rate", "speculator"),
 }
+# Fields that checkpoints of earlier versions lack, by class: they are left out
+# where they have their defaults, so that such a checkpoint is still accepted.
+_LATER = {
+    "Learner": ("band",),
+    "Schedule": ("keep_attention",),
+    "LatentAttention": ("norm_eps",),
+}
 # Classes that checkpoints know by another name. Without this, the checkpoint of
 # the same run would be refused.
 _SAVED_NAMES = {
@@ -189,10 +196,14 @@ def describe(
         for name in _FREE.get(kind.__name__, ())
     ]
     name = type(value).__qualname__
+    later = _LATER.get(name, ())
     return {"type": _SAVED_NAMES.get(name, name)} | {
         field.name: inner(getattr(value, field.name))
         for field in dataclasses.fields(value)
-        if field.name not in free
+        if field.name not in free and not (
+            field.name in later
+            and getattr(value, field.name) == field.default
+        )
     }
   if isinstance(value, tuple) and hasattr(value, "_asdict"):
     return {name: inner(one) for name, one in value._asdict().items()}

@@ -32,7 +32,8 @@ _TABLE = re.compile(r"<!-- table: ([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 TABLES = {
     "accumulator_error": comparisons.rounding, "adapting": training.adapted,
-    "band_sweep": bands.table, "bench_rollout": rollouts.table, "bench_step.growth": speed.growth_table,
+    "band_sweep": bands.table, "bench_rollout": rollouts.table,
+    "bench_step.growth": speed.growth_table,
     "bench_step.rates": speed.rates, "bias_batch.groups": bias.groups,
     "bias_batch.sums": bias.sums, "bias_sweep.estimators": bias.by_estimator,
     "bias_sweep.overall": bias.over_shapes, "bias_sweep.stop": bias.by_shape,
