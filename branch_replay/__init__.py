@@ -34,6 +34,8 @@ Words, each for one thing:
   push, visit, pop   to append a run to the state; to run one on top of it there
               and back; to take one off and pull its cotangent back
   accumulator the cotangent of a state, added up over branches and chunks
+  band        the keys that a query of a prefix reaches in "banded": those near
+              before it, and the sinks, the first of all
   readout     what is read of hidden states: log-probs, values, entropies
   spec        what is asked for, the static half of a computation
   schedule    sizes and policies of a computation, which never change its result

@@ -19,6 +19,7 @@
 
   state        what a prefix leaves behind
   readout      what is computed from hidden states: log-probs, …
+  band         which pairs of positions "banded" sends cotangents between
   estimators   laws by which "sampled" chooses the runs it pulls back
 
   balance      the load-balance term of mixtures of experts

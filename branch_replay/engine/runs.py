@@ -84,8 +84,8 @@ class Action(enum.Enum):
   """What is done with a run; `steps` has a function for each.
 
   PUSH appends it to the state. VISIT runs it on top of the state, there and
-  back. POP takes the run that was pushed last off the state and, in "exact" and
-  "sampled", pulls its cotangent back. In "stop", where a run that was pushed
+  back. POP takes the run that was pushed last off the state and, except in
+  "stop", pulls its cotangent back. In "stop", where a run that was pushed
   gets no cotangent from later ones, PUSH also visits a run that has outputs.
   """
 
