@@ -16,10 +16,11 @@ With s the state as a function of the parameters θ, and ℓᵢ the loss of bran
 
   dℓ/dθ = Σᵢ ∂ℓᵢ/∂θ + (∂s/∂θ)ᵀ c,   c = Σᵢ ∂ℓᵢ/∂s:
 
-"stop" computes the first sum, "exact" adds the second term, "sampled" estimates
-it from some runs, "full" visits every sequence whole. The derivation is in
-docs/mathematics.md. Two drivers call the steps: `compiled` (loops under jit,
-for groups) and `hosted` (a loop in Python, for groups and trees).
+"stop" computes the first sum, "exact" adds the second term, "banded" most of
+it, "sampled" estimates it from some runs, "full" visits every sequence whole.
+The derivation is in docs/mathematics.md. Two drivers call the steps: `compiled`
+(loops under jit, for groups) and `hosted` (a loop in Python, for groups and
+trees).
 
 All functions here run on every device, on its share (`layout.over`).
 """
