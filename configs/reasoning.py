@@ -53,11 +53,6 @@ _VARIANTS = {
         '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
         (72, 16, 8),
     ),
-    "equations": lambda: _run(
-        "simple_equations",
-        '{"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9}',
-        (256, 16, 8),
-    ),
 }
 
 
