@@ -9,8 +9,8 @@ band_sweep.json, the answer is in docs/bias.md.
   python -m experiments.band_sweep --config=configs/band_sweep.py
 
 Cost: half an hour on one core; may be interrupted and started again, cases that
-are done are not run again. `:long` has prompts of 2048 to 8192 tokens; hours, and
-not run yet. `:tiny` runs two cases in three minutes, most of it compilation.
+are done are not run again. `:long` has prompts of 2048 to 8192 tokens; hours,
+and not run yet. `:tiny` runs two cases in three minutes, mostly compilation.
 """
 
 from configs import variants

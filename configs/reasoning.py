@@ -6,10 +6,16 @@ Two data sets that it solves sometimes. Two solved questions stand before
 every question, as turns of the conversation, so that it answers with the bare
 result; with the prompt they are the prefix that eight answers share.
 
-  python -m experiments.train --config=configs/reasoning.py:products
+  python -m experiments.train --config=configs/reasoning.py
+  python -m experiments.train --config=configs/reasoning.py:sums
 
-products: "Solve the following multiplication: 6 * 7", factors of one digit.
-sums: "4 - 7", a sum or difference of two digits.
+As it stands, "Solve the following multiplication: 6 * 7", factors of one digit;
+`:sums`, "4 - 7", a sum or difference of two digits; `:tiny`, one step of the
+first, in two minutes.
+
+Cost: twenty minutes each on one core of two. The results are
+reasoning_products.json and reasoning_sums.json: a held-out reward of 0.24 rises
+to 0.66, and of 0.05 to 0.34. docs/training.md says what was learnt.
 
 The package is optional: pip install -c constraints.txt -e ".[reasoning]".
 """
@@ -24,7 +30,10 @@ from configs import variants
 switch, meanings = run_config.switch, run_config.meanings
 
 
-def _run(dataset: str, parameters: str, rows: tuple[int, int, int]):
+def _run(
+    dataset: str, parameters: str, rows: tuple[int, int, int], steps: int = 24,
+    prompts: int = 8,
+):
   train, validation, test = rows
   return settings.RunSettings(
       pretrained="smollm2",
@@ -34,7 +43,7 @@ def _run(dataset: str, parameters: str, rows: tuple[int, int, int]):
           "test": test,
       },
       phases={"reinforce": settings.ReinforceSettings(
-          steps=24, prompts=8, branches=8, max_tokens=8, hold="activations",
+          steps=steps, prompts=prompts, branches=8, max_tokens=8, hold="activations",
           optimizer=settings.OptimizerSettings(learning_rate=1e-5, warmup=2),
       )},
       evaluation=settings.EvaluationSettings(branches=8, every=8),
@@ -42,19 +51,13 @@ def _run(dataset: str, parameters: str, rows: tuple[int, int, int]):
   )
 
 
+_DIGITS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 _VARIANTS = {
-    "products": lambda: _run(
-        "products",
-        '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
-        (40, 10, 8),
-    ),
-    "sums": lambda: _run(
-        "chain_sum",
-        '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}',
-        (72, 16, 8),
-    ),
+    "": lambda: _run("products", _DIGITS, (40, 10, 8)),
+    "sums": lambda: _run("chain_sum", _DIGITS, (72, 16, 8)),
+    "tiny": lambda: _run("products", _DIGITS, (4, 2, 2), steps=1, prompts=2),
 }
 
 
-def get_config(variant: str = "products") -> ml_collections.ConfigDict:
+def get_config(variant: str = "") -> ml_collections.ConfigDict:
   return run_config.to_config(variants.chosen(_VARIANTS, variant)())

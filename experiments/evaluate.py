@@ -185,7 +185,9 @@ def table(results: dict) -> str:
     margin = "" if one["margin"] is None else f" ± {one['margin']:.3f}"
     return f"{one['mean']:.3f}{margin}"
 
-  return tables.markdown({"": "{name}", "value": value}, results["estimates"])
+  shown = tables.markdown({"": "{name}", "value": value}, results["estimates"])
+  passes = results["config"]["passes"]
+  return f"{shown}\n\nAn answer is right from a reward of {passes} on (passes)."
 
 
 if __name__ == "__main__":

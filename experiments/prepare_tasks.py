@@ -34,7 +34,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> tasks.Task:
   counts = ", ".join(f"{len(rows)} {name}" for name, rows in task.rows.items())
   print(f"{task.name}: {counts} rows")
   size = len(example.prompt_ids)
-  print(f"{example.id}: {size} ids, answer {example.answer!r}")
+  answer = "no answer to learn from"
+  if example.answer is not None:
+    answer = f"answer {example.answer!r}"
+  print(f"{example.id}: {size} ids, {answer}")
   print(text.decode(example.prompt_ids.tolist()))
   return task
 

@@ -106,7 +106,7 @@ def test_a_bad_config_is_refused_before_anything_runs(config, change, message):
 @pytest.mark.parametrize("file,variant", [
     *((train_config, name)
       for name in ("", "supervised", "pairs", "small", "tiny")),
-    *((reasoning, name) for name in ("products", "sums")),
+    *((reasoning, name) for name in ("", "sums", "tiny")),
 ])
 def test_a_config_and_its_settings_say_the_same(file, variant):
   config = file.get_config(variant)
@@ -124,7 +124,7 @@ def test_a_config_and_its_settings_say_the_same(file, variant):
   assert missing == []
 
 
-@pytest.mark.parametrize("variant", ("products", "sums"))
+@pytest.mark.parametrize("variant", ("", "sums", "tiny"))
 def test_tasks_of_reasoning_gym_have_the_rows_that_are_asked_for(variant):
   pytest.importorskip("reasoning_gym", reason="the extra [reasoning]")
   settings = dict(reasoning.get_config(variant).task)

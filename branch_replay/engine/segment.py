@@ -317,8 +317,8 @@ def forward(
   lefts, kepts = [], []
   for part, stacks, chosen, attended, prefixes in zip(
       pattern.parts(config), pattern.split(config, layer_params),
-      pattern.split(config, context.choices or {}),
-      pattern.split(config, context.attended or {}),
+      *(pattern.split(config, {} if tree is None else tree)
+        for tree in (context.choices, context.attended)),
       pattern.split(config, context.prefix), strict=True,
   ):
     def turn(x_GTM, inputs, part=part, prefixes=prefixes):

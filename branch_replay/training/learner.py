@@ -64,12 +64,12 @@ class Learner:
     prefix_gradient: how the prefix is differentiated, as in
       `gradients.replay`.
     sampling: which chunks prefix_gradient="sampled" runs.
-    band: how far prefix_gradient="banded" reaches inside the prefix.
     schedule: sizes, policies and layout of the computation.
     trainable: "all" or "adapters".
     balance: coefficient of the load-balance term of mixtures of experts, as in
       `gradients.value_and_grad`; a batch has the mean of its groups' terms.
     param_dtype: dtype of the trained parameters, as in `step.create`.
+    band: how far prefix_gradient="banded" reaches inside the prefix.
   """
 
   model: decoder.Decoder
@@ -77,11 +77,11 @@ class Learner:
   optimizer: optax.GradientTransformation
   prefix_gradient: str = "exact"
   sampling: Sampling = Sampling()
-  band: Band = Band()
   schedule: Schedule = Schedule()
   trainable: adapters.Trainable = "all"
   balance: float = 0.0
   param_dtype: str | None = None
+  band: Band = Band()
 
   def __post_init__(self):
     step_lib.check_param_dtype(self.param_dtype)
