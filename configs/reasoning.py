@@ -11,7 +11,7 @@ result; with the prompt they are the prefix that eight answers share.
 
 As it stands, "Solve the following multiplication: 6 * 7", factors of one digit;
 `:sums`, "4 - 7", a sum or difference of two digits; `:tiny`, one step of the
-first, in two minutes.
+first, in minutes.
 
 Cost: twenty minutes each on one core of two. The results are
 reasoning_products.json and reasoning_sums.json: a held-out reward of 0.24 rises
@@ -43,7 +43,8 @@ def _run(
           "test": test,
       },
       phases={"reinforce": settings.ReinforceSettings(
-          steps=steps, prompts=prompts, branches=8, max_tokens=8, hold="activations",
+          steps=steps, prompts=prompts, branches=8, max_tokens=8,
+          hold="activations",
           optimizer=settings.OptimizerSettings(learning_rate=1e-5, warmup=2),
       )},
       evaluation=settings.EvaluationSettings(branches=8, every=8),

@@ -50,8 +50,7 @@ def problem(name="llama"):
 
 @pytest.mark.exhaustive(but="llama")
 @pytest.mark.parametrize("name", (
-    "llama", "qwen3", "latent", "window and full", "hybrid", "gemma3",
-    "expert groups",
+    "llama", "latent", "window and full", "hybrid", "experts",
 ))
 def test_equals_the_reference_for_every_mixer(x64, name):
   arguments = problem(name)
@@ -64,8 +63,9 @@ def test_equals_the_reference_for_every_mixer(x64, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("activations", ("keep", "recompute_layers"))
-@pytest.mark.parametrize("chunk_size", (1, 7, 64))
+@pytest.mark.parametrize(
+    "chunk_size,activations", [(1, "recompute_layers"), (64, "keep")]
+)
 def test_the_schedule_changes_nothing(x64, chunk_size, activations):
   arguments = problem()
   schedule = br.Schedule(
@@ -78,8 +78,7 @@ def test_the_schedule_changes_nothing(x64, chunk_size, activations):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("band", (
-    br.Band(1, 0), br.Band(0, 4), br.Band(3, 0), br.Band(9, 12),
-    br.Band(2, 100),
+    br.Band(0, 4), br.Band(3, 0), br.Band(2, 100),
 ), ids=str)
 def test_every_width(x64, band):
   arguments = problem()
@@ -144,8 +143,9 @@ def test_autodiff_and_a_captured_state(x64):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("devices", (3, 8))
-@pytest.mark.parametrize("name", ("llama", "latent", "hybrid"))
+@pytest.mark.parametrize(
+    "name,devices", [("llama", 3), ("latent", 8), ("hybrid", 3)]
+)
 def test_several_devices(x64, name, devices):
   arguments = problem(name)
   layout = sharding.sharded(arguments[1], devices)
@@ -157,8 +157,9 @@ def test_several_devices(x64, name, devices):
 
 
 @pytest.mark.exhaustive(but="llama-8")
-@pytest.mark.parametrize("devices", (1, 8))
-@pytest.mark.parametrize("name", ("llama", "latent", "hybrid"))
+@pytest.mark.parametrize(
+    "name,devices", [("llama", 8), ("latent", 1), ("hybrid", 8)]
+)
 def test_trees(x64, name, devices):
   # With inner segments too short to be pushed, which their children run, and
   # on several devices segments that are cut short.

@@ -36,7 +36,7 @@ def gradient(decoder, params, data, weights, schedule=KEEP, **options):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", (
-    "llama", "qwen3", "latent", "window and full", "qwen3.5", "expert groups",
+    "llama", "latent", "window and full", "experts",
 ))
 def test_exact_equals_dense_for_every_mixer(x64, name):
   arguments = problem(name)
@@ -45,8 +45,9 @@ def test_exact_equals_dense_for_every_mixer(x64, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("driver", ("compiled", "hosted"))
-@pytest.mark.parametrize("activations", ("recompute", "recompute_layers"))
+@pytest.mark.parametrize("activations,driver", [
+    ("recompute", "hosted"), ("recompute_layers", "compiled"),
+])
 def test_exact_equals_dense_for_every_schedule(x64, activations, driver):
   arguments = problem()
   schedule = dataclasses.replace(KEEP, activations=activations)
