@@ -6,7 +6,8 @@
 
   file                 used when                                    checked by
   reference            never: plain einsum and autodiff             –
-  loops, tiling        anywhere, and always with a sliding window   reference
+  loops, tiling        anywhere; always with a sliding window, and  reference
+                       on the way back with a band
   stretches +
     kernel_splash      "auto" on TPU, heads of a multiple of 32     reference
     kernel_cudnn       "auto" on NVIDIA GPUs, bfloat16              reference
