@@ -20,6 +20,7 @@ VENV_PEERS := .venv-peers
 READY_PEERS := $(VENV_PEERS)/.ready
 PEERS ?=
 MUTANTS ?=
+EXHAUSTIVE ?=
 
 .PHONY: compare test test-all train-tiny bench peers figures notebooks lint \
   smoke mutants clean
@@ -31,8 +32,9 @@ compare: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --tier=quick
 
+# EXHAUSTIVE="--minutes=25" skips what is left of the exhaustive tier after that.
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --tier=exhaustive
+	$(BIN)/python -m pytest -n 2 --dist loadfile --tier=exhaustive $(EXHAUSTIVE)
 
 train-tiny: $(READY)
 	$(BIN)/python -m experiments.train --config=configs/train.py:small

@@ -6,10 +6,14 @@
 adds the exhaustive one: grids of architectures, schedules and devices, and runs
 of whole experiments. A test marked `exhaustive` is in the second tier, but for
 those of its cases whose id contains a text named by `but`.
+
+A slow machine does not get through the exhaustive tier in the time that CI has.
+There `--minutes` skips what is left, and the report says how many.
 """
 
 import os
 import pathlib
+import time
 
 # The tests compile much and run little. Code generation without optimization
 # takes a quarter of the time; the programs that XLA schedules are the same.
@@ -26,11 +30,17 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
+_BEGAN = time.monotonic()
+
 
 def pytest_addoption(parser):
   parser.addoption(
       "--tier", choices=("quick", "exhaustive", "all"), default="all",
       help="which tests are run, see tests/conftest.py",
+  )
+  parser.addoption(
+      "--minutes", type=float, default=0.0,
+      help="tests that would begin later than this are skipped; 0 for no limit",
   )
 
 
@@ -48,6 +58,12 @@ def pytest_collection_modifyitems(config, items):
   left_out = [x for x in items if _is_exhaustive(x) != (tier == "exhaustive")]
   config.hook.pytest_deselected(items=left_out)
   items[:] = chosen
+
+
+def pytest_runtest_setup(item):
+  limit = item.config.getoption("--minutes")
+  if limit and time.monotonic() - _BEGAN > 60 * limit:
+    pytest.skip(f"The {limit:g} minutes that were given are over.")
 
 
 def _is_exhaustive(item) -> bool:
